@@ -1,0 +1,17 @@
+"""The paper's 1.4B ("1.3B" in its figures): Table 1 and its training recipe. 1.409B weights outside the embedding, 104.9B tokens.
+
+    torchrun --nproc_per_node=8 train.py config/1.4b.py --attention=xsa --out_dir=runs/1.4b-xsa
+"""
+
+n_layer = 24
+n_head = 24
+n_embd = 2048
+head_dim = 128  # inner width 3072, wider than the model
+block_size = 2048
+vocab_size = 50304
+
+global_batch_size = 256  # x 2048 = 524,288 tokens a step
+micro_batch_size = 8
+max_iters = 200_000
+warmup_iters = 2_000
+learning_rate = 4e-4

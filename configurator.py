@@ -1,0 +1,328 @@
+"""Settings: typed defaults < config files in their order < --key=value on the command line.
+
+    config = load(["config/1.4b.py", "config/seq16k.py", "--attention=xsa", "--max_iters=1e6"])
+
+`Config` lists every setting with type, default and meaning; `--help` prints it. A config file is data and not code: lines
+`key = value`, where a value is a literal, arithmetic, or a setting named earlier (`warmup_iters = max_iters // 100`).
+"""
+
+import ast
+import difflib
+import math
+import operator
+import types
+from dataclasses import Field, asdict, dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from model import GPTConfig
+
+
+class InputError(Exception):
+    """Bad arguments or bad input, found before any work starts. Entry points print it on one line and exit with 2."""
+
+
+@dataclass
+class Config(GPTConfig):
+    """Every setting of a run: the model's (GPTConfig) and these. The defaults are the paper's recipe where it states one,
+    NanoGPT's where it does not."""
+
+    # run
+    out_dir: Annotated[str, "folder for checkpoints, metrics.jsonl, config.json and log.txt"] = "out"
+    init_from: Annotated[str, "scratch; resume: the newest checkpoint in out_dir; auto: resume if there is one, else "
+                              "scratch; or the path of a checkpoint to continue from"] = "scratch"
+    eval_only: Annotated[bool, "evaluate once, print the validation loss and stop"] = False
+    seed: Annotated[int, "seed of weights, batches and dropout"] = 1337
+
+    # data
+    dataset: Annotated[str, "a folder under data/ or any path (python -m data.local, python -m data.fineweb)"] = "fineweb"
+    sampling: Annotated[Literal["random", "shuffle"], "random: windows drawn with replacement (the paper's protocol); "
+                        "shuffle: every window once an epoch"] = "random"
+    global_batch_size: Annotated[int, "sequences per optimizer step, over all ranks and micro-steps"] = 256
+    micro_batch_size: Annotated[int, "sequences per forward pass on one rank"] = 8
+
+    # optimizer: AdamW
+    learning_rate: Annotated[float, "peak learning rate"] = 6e-4
+    min_lr: Annotated[float | None, "learning rate after the decay; None: learning_rate / 10"] = None
+    max_iters: Annotated[int, "optimizer steps of the run"] = 200_000
+    warmup_iters: Annotated[int, "steps of linear warm-up"] = 2_000
+    lr_decay_iters: Annotated[int | None, "step at which the cosine reaches min_lr; None: max_iters"] = None
+    weight_decay: Annotated[float, "on matrices and embeddings only"] = 0.1
+    beta1: Annotated[float, "AdamW"] = 0.9
+    beta2: Annotated[float, "AdamW"] = 0.95
+    grad_clip: Annotated[float, "largest gradient norm; 0: no clipping"] = 1.0
+    max_bad_steps: Annotated[int, "stop after so many steps in a row with a non-finite loss or gradient; each is skipped"] = 10
+
+    # evaluation, logging, checkpoints
+    eval_interval: Annotated[int, "steps between evaluations; there is always one at the start and one at the end"] = 1_000
+    eval_tokens: Annotated[int, "validation tokens of an evaluation, over all ranks"] = 10_485_760
+    log_interval: Annotated[int, "steps between lines of metrics.jsonl and the console"] = 10
+    save_interval: Annotated[int, "steps between checkpoints; there is always one at the end"] = 1_000
+    keep_checkpoints: Annotated[int, "newest checkpoints that are kept"] = 2
+    milestone_interval: Annotated[int, "checkpoints at multiples of this step are kept for good; 0: none"] = 0
+    wandb_log: Annotated[bool, "also log to Weights & Biases; offline where there is no login"] = False
+    wandb_project: Annotated[str, "wandb project"] = "nanoxsa"
+    wandb_run_name: Annotated[str | None, "wandb run; None: the last part of out_dir"] = None
+    wandb_group: Annotated[str | None, "wandb group, to lay variants over each other; None: dataset and model shape"] = None
+
+    # machine
+    device: Annotated[str, "auto, cpu, cuda, cuda:N or mps; under torchrun each rank takes the GPU of its LOCAL_RANK"] = "auto"
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], "of matrix products, through autocast; auto: "
+                     "bfloat16 on CUDA where the GPU has it, else float32"] = "auto"
+    compile: Annotated[bool | None, "torch.compile, block by block; None: on CUDA only"] = None
+    activation_checkpointing: Annotated[bool, "keep only each block's input and recompute the rest in backward: less memory, "
+                                        "about a third more time"] = False
+    backend: Annotated[Literal["auto", "nccl", "gloo"], "of torch.distributed; auto: nccl on CUDA, else gloo"] = "auto"
+    dist_timeout: Annotated[int, "seconds after which a rank that waits for another gives up"] = 600
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.min_lr is None:
+            self.min_lr = self.learning_rate / 10
+        if self.lr_decay_iters is None:
+            self.lr_decay_iters = self.max_iters
+
+        def require(condition: bool, key: str, wanted: str) -> None:
+            if not condition:
+                raise ValueError(f"{key} must be {wanted}, found {getattr(self, key)!r}")
+
+        for key in ("global_batch_size", "micro_batch_size", "max_bad_steps", "eval_interval", "log_interval", "save_interval",
+                    "keep_checkpoints", "dist_timeout"):
+            require(getattr(self, key) >= 1, key, "at least 1")
+        for key in ("max_iters", "warmup_iters", "lr_decay_iters", "weight_decay", "grad_clip", "milestone_interval", "seed"):
+            require(0 <= getattr(self, key) < math.inf, key, "finite and not negative")
+        require(self.seed < 2**63, "seed", "below 2**63")
+        require(0 < self.learning_rate < math.inf, "learning_rate", "finite and above 0")
+        require(0 <= self.min_lr <= self.learning_rate, "min_lr", f"from 0 to learning_rate={self.learning_rate}")
+        for key in ("beta1", "beta2"):
+            require(0 <= getattr(self, key) < 1, key, "in [0, 1)")
+        require(self.eval_tokens >= self.block_size, "eval_tokens", f"at least block_size={self.block_size}")
+        for key in ("out_dir", "dataset", "init_from", "wandb_project"):
+            require(getattr(self, key) != "", key, "not empty")
+        device, _, index = self.device.partition(":")
+        known = self.device in ("auto", "cpu", "mps") or (device == "cuda" and (self.device == "cuda" or index.isdigit()))
+        require(known, "device", "auto, cpu, cuda, cuda:N or mps")
+
+    def model_config(self) -> GPTConfig:
+        return GPTConfig(**{f.name: getattr(self, f.name) for f in fields(GPTConfig)})
+
+    def accumulation(self, world_size: int) -> int:
+        """Micro-steps per optimizer step on each of world_size ranks. Raises InputError with values that would do."""
+        per_pass = self.micro_batch_size * world_size
+        if self.global_batch_size % per_pass == 0:
+            return self.global_batch_size // per_pass
+        ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+        advice = f"--global_batch_size={max(1, round(self.global_batch_size / per_pass)) * per_pass}"
+        if self.global_batch_size % world_size == 0:
+            share = self.global_batch_size // world_size
+            fits = max(n for n in range(1, min(share, self.micro_batch_size) + 1) if share % n == 0)
+            advice = f"--micro_batch_size={fits} (same training), or {advice} (another recipe)"
+        raise InputError(
+            f"global_batch_size={self.global_batch_size} must be a multiple of micro_batch_size x ranks = "
+            f"{self.micro_batch_size} x {world_size} = {per_pass} ({ranks}); try {advice}"
+        )
+
+
+# NanoGPT's names that this project has no use for, and what to write.
+REPLACED = {
+    "batch_size": "global_batch_size (sequences per optimizer step) and micro_batch_size (sequences per forward pass)",
+    "gradient_accumulation_steps": "global_batch_size; the micro-steps follow from it, micro_batch_size and the ranks",
+    "eval_iters": "eval_tokens (tokens per evaluation)",
+    "always_save_checkpoint": "save_interval and keep_checkpoints",
+    "decay_lr": "min_lr; a constant learning rate is min_lr = learning_rate with warmup_iters = 0",
+}
+
+
+def load(argv: list[str]) -> Config:
+    """The settings that `argv`, without the program's name, gives. Raises InputError; --help prints and raises SystemExit(0)."""
+    if "--help" in argv or "-h" in argv:
+        print(help_text())
+        raise SystemExit(0)
+    values = {f.name: f.default for f in fields(Config)}
+    files = [arg for arg in argv if not arg.startswith("-")]
+    for path in files:
+        values.update(_read_file(path, values))
+    for arg in argv:
+        if arg.startswith("-"):
+            key, value = _read_argument(arg)
+            values[key] = value
+    try:
+        return Config(**values)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+
+
+def help_text() -> str:
+    """Every setting with type, default and meaning."""
+    lines = ["usage: python train.py [config/FILE.py ...] [--key=value ...]", "",
+             "Defaults < config files in their order < --key=value. Every setting:", ""]
+    hints = get_type_hints(Config, include_extras=True)
+    model = {f.name for f in fields(GPTConfig)}
+    for f in sorted(fields(Config), key=lambda f: f.name not in model):  # stable: the model's settings first
+        kind, meaning = get_args(hints[f.name])
+        lines.append(f"  --{f.name}={f.default}  ({_describe(kind)})")
+        lines.append(f"        {meaning}")
+    return "\n".join(lines)
+
+
+def _read_argument(arg: str) -> tuple[str, Any]:
+    key, equals, text = arg.removeprefix("--").partition("=")
+    if not arg.startswith("--") or not key.isidentifier():
+        raise InputError(f"{arg!r} on the command line is not of the form --key=value")
+    field = _field(key, "on the command line")
+    if not equals:
+        raise InputError(f"--{key} on the command line needs a value: --{key}=VALUE ({_describe(_kind(field))})")
+    return key, _from_text(text, field)
+
+
+def _from_text(text: str, field: Field) -> Any:
+    """A command-line value by the field's type: text stays text, whatever it looks like."""
+    kind = _kind(field)
+    optional, base = _split_optional(kind)
+    if optional and text in ("None", "none"):
+        return None
+    value: Any = text
+    if base is bool:
+        value = {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
+    elif base in (int, float):
+        try:
+            value = int(text)
+        except ValueError:
+            try:
+                value = float(text)
+            except ValueError:
+                value = text
+    return _typed(value, field, f"--{field.name} on the command line")
+
+
+def _typed(value: Any, field: Field, where: str) -> Any:
+    """`value` as the field's type: whole floats pass for int, ints for float. Anything else is an InputError."""
+    kind = _kind(field)
+    optional, base = _split_optional(kind)
+    if value is None and optional:
+        return None
+    if base is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if base is float and isinstance(value, int) and not isinstance(value, bool):
+        try:
+            value = float(value)
+        except OverflowError:
+            value = math.inf
+    if get_origin(base) is Literal:
+        accepted = value in get_args(base)
+    elif base is float:
+        accepted = isinstance(value, float) and not math.isnan(value)
+    else:
+        accepted = isinstance(value, base) and (base is bool or not isinstance(value, bool))
+    if not accepted:
+        raise InputError(f"{where} wants {_describe(kind)}, found {value!r}")
+    return value
+
+
+def _field(key: str, where: str) -> Field:
+    known = {f.name: f for f in fields(Config)}
+    if key in known:
+        return known[key]
+    if key in REPLACED:
+        raise InputError(f"{key} ({where}) does not exist here; use {REPLACED[key]}")
+    near = difflib.get_close_matches(key, known, n=1)
+    raise InputError(f"unknown setting {key} ({where})" + (f"; did you mean {near[0]}?" if near else "; see --help"))
+
+
+_HINTS = get_type_hints(Config, include_extras=True)
+
+
+def _kind(field: Field) -> Any:
+    return get_args(_HINTS[field.name])[0]
+
+
+def _split_optional(kind: Any) -> tuple[bool, Any]:
+    if isinstance(kind, types.UnionType) or get_origin(kind) is Union:
+        (base,) = (k for k in get_args(kind) if k is not type(None))
+        return True, base
+    return False, kind
+
+
+def _describe(kind: Any) -> str:
+    optional, base = _split_optional(kind)
+    if get_origin(base) is Literal:
+        text = " | ".join(map(str, get_args(base)))
+    else:
+        text = {"int": "whole number", "float": "number", "str": "text", "bool": "True or False"}[base.__name__]
+    return text + " | None" if optional else text
+
+
+# --- config files -----------------------------------------------------------------------------------------------------------
+
+_OPERATORS = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow,
+    ast.USub: operator.neg, ast.UAdd: operator.pos,
+}
+_MAX_FILE_BYTES = 100_000  # a config file is a page long; more is some other file
+_MAX_NUMBER = 2**63
+
+
+def _read_file(path: str, values: dict[str, Any]) -> dict[str, Any]:
+    """The settings that a config file assigns; `values` are those in force before it."""
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        hint = "" if path.endswith(".py") else "; settings are written --key=value"
+        raise InputError(f"config file {path} cannot be read: {error.strerror}{hint}") from None
+    if len(data) > _MAX_FILE_BYTES:
+        raise InputError(f"config file {path} has {len(data)} bytes, more than the {_MAX_FILE_BYTES} that one may have")
+    try:
+        tree = ast.parse(data.decode("utf-8-sig"), filename=path)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        line = f" line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        raise InputError(f"config file {path}{line} is not a list of `key = value` lines: {error}") from None
+    assigned: dict[str, Any] = {}
+    for i, node in enumerate(tree.body):
+        where = f"{path} line {node.lineno}"
+        if i == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            continue  # a docstring
+        if not (isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)):
+            raise InputError(f"{where}: only `key = value` lines are allowed in a config file")
+        field = _field(node.targets[0].id, where)
+        try:
+            value = _value(node.value, values | assigned, where)
+        except RecursionError:
+            raise InputError(f"{where}: the expression is nested too deeply") from None
+        assigned[field.name] = _typed(value, field, f"{field.name} ({where})")
+    return assigned
+
+
+def _value(node: ast.expr, names: dict[str, Any], where: str) -> Any:
+    match node:
+        case ast.Constant(value=bool() | int() | float() | str() | None as value):
+            return value
+        case ast.Name(id=name):
+            _field(name, where)
+            return names[name]
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
+            return _arithmetic(op, where, _value(operand, names, where))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return _arithmetic(op, where, _value(left, names, where), _value(right, names, where))
+    raise InputError(f"{where}: a value is a literal, arithmetic on numbers or a setting named earlier, found "
+                     f"{ast.unparse(node)[:60]!r}")
+
+
+def _arithmetic(op: ast.operator | ast.unaryop, where: str, *operands: Any) -> int | float:
+    for operand in operands:
+        if isinstance(operand, bool) or not isinstance(operand, int | float):
+            raise InputError(f"{where}: arithmetic wants numbers, found {operand!r}")
+    try:
+        if isinstance(op, ast.Pow) and operands[0] and abs(operands[1]) * math.log2(max(2, abs(operands[0]))) > 1024:
+            raise OverflowError("the result is too large")
+        result = _OPERATORS[type(op)](*operands)
+    except ArithmeticError as error:
+        raise InputError(f"{where}: {error}") from None
+    if isinstance(result, complex) or abs(result) > _MAX_NUMBER:
+        raise InputError(f"{where}: the result must be a number of at most 2**63, found {result!r}"[:200])
+    return result
+
+
+def as_dict(config: Config) -> dict[str, Any]:
+    """Every setting, None included, as plain Python values."""
+    return asdict(config)

@@ -1,0 +1,137 @@
+"""Everything that knows of more than one process: the process group, values gathered over ranks, the stop request.
+
+A single process is a world of one rank, with the same calls and no process group.
+"""
+
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from configurator import Config, InputError
+
+# What asks a run to stop: torchrun forwards SIGTERM, SIGINT and SIGHUP to its workers; Slurm sends SIGUSR1 where it is told to.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+
+def world_size() -> int:
+    """Ranks of this run, from torchrun's environment."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def is_local_master() -> bool:
+    """Whether this process is the one of its node that speaks before the process group exists."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+@dataclass
+class Ranks:
+    """This process's place among the ranks of a run."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    stop_signal: str | None = field(default=None, init=False)  # of this process; stop_requested() is what all agree on
+    _handlers: dict = field(default_factory=dict, init=False)
+
+    @property
+    def is_master(self) -> bool:
+        return self.rank == 0
+
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        """Everyone's `values`, by rank, the same on all ranks. All must call it."""
+        if self.world_size == 1:
+            return [list(values)]
+        mine = torch.tensor(values, dtype=torch.float64, device=self.device)
+        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(everyone, mine)
+        return torch.stack(everyone).tolist()
+
+    def gather_objects(self, value: object) -> list:
+        """Everyone's picklable `value`, by rank. All must call it; not for hot paths."""
+        if self.world_size == 1:
+            return [value]
+        everyone: list = [None] * self.world_size
+        dist.all_gather_object(everyone, value)
+        return everyone
+
+    def agree(self, error: Exception | None) -> None:
+        """Raises on every rank where any rank came with an error: the own one, or the first other's. All must call it, so
+        that no rank waits in a collective for one that has failed."""
+        messages = self.gather_objects(None if error is None else (type(error) is InputError, str(error)))
+        if error is not None:
+            raise error
+        for rank, message in enumerate(messages):
+            if message is not None:
+                kind = InputError if message[0] else RuntimeError
+                raise kind(f"rank {rank}: {message[1]}")
+
+    def stop_requested(self) -> bool:
+        """Whether any rank was asked to stop. All must call it."""
+        return any(asked for (asked,) in self.gather([self.stop_signal is not None]))
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model as forward and backward of a training step use it. Broadcasts rank 0's weights. Evaluation goes through
+        the bare module: a forward pass of DDP on some ranks only would wait for the others."""
+        if self.world_size == 1:
+            return model
+        device_ids = [self.device.index] if self.device.type == "cuda" else None
+        return DistributedDataParallel(model, device_ids=device_ids, broadcast_buffers=False, gradient_as_bucket_view=True)
+
+    def listen(self) -> None:
+        """From now on a stop signal is noted instead of ending the process."""
+        def note(number, frame):
+            self.stop_signal = signal.Signals(number).name
+
+        for number in STOP_SIGNALS:
+            self._handlers[number] = signal.signal(number, note)
+
+    def close(self) -> None:
+        """Gives the signal handlers back and leaves the process group."""
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers.clear()
+        if self.world_size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def start(config: Config) -> Ranks:
+    """Picks the device and joins the other ranks, if any. Raises InputError for a device that is not there."""
+    ranks, local_rank = world_size(), int(os.environ.get("LOCAL_RANK", 0))
+    device = _device(config.device, local_rank, ranks)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if ranks > 1:
+        backend = config.backend if config.backend != "auto" else "nccl" if device.type == "cuda" else "gloo"
+        if backend == "nccl" and device.type != "cuda":
+            raise InputError(f"backend=nccl needs device=cuda, found {device.type}; use --backend=gloo")
+        dist.init_process_group(
+            backend,
+            timeout=timedelta(seconds=config.dist_timeout),
+            device_id=device if backend == "nccl" else None,
+        )
+    return Ranks(int(os.environ.get("RANK", 0)), ranks, device)
+
+
+def _device(name: str, local_rank: int, ranks: int) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        index = local_rank if ranks > 1 or device.index is None else device.index
+        if index >= count:
+            raise InputError(f"device={name}: wanted GPU {index} for LOCAL_RANK {local_rank}, found {count} GPUs on this node")
+        return torch.device("cuda", index)
+    if device.type == "mps":
+        if not torch.backends.mps.is_available():
+            raise InputError("device=mps: this machine or this torch has no MPS")
+        if ranks > 1:
+            raise InputError(f"device=mps serves one rank, found {ranks}; use --device=cpu")
+    return device

@@ -1,0 +1,183 @@
+"""What a run tells: console with progress bar, log.txt, metrics.jsonl, and wandb by flag.
+
+metrics.jsonl is the record of a run. wandb gets the same numbers and may fail at any time without harm.
+"""
+
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from configurator import Config
+
+# Dense bf16 peak in FLOP/s and memory in GB (1e9 bytes) by what torch.cuda.get_device_name contains; vendors' data sheets.
+# More specific names stand first: "H100 PCIe" before "H100".
+GPUS: dict[str, tuple[float, float]] = {
+    "GB200": (2500e12, 186),
+    "B200": (2250e12, 180),
+    "GH200": (989e12, 96),
+    "H200": (989e12, 141),
+    "H100 PCIe": (756e12, 80),
+    "H100 NVL": (835e12, 94),
+    "H100": (989e12, 80),
+    "H800": (989e12, 80),
+    "A100-SXM4-40GB": (312e12, 40),
+    "A100-PCIE-40GB": (312e12, 40),
+    "A100": (312e12, 80),
+    "A800": (312e12, 80),
+    "L40S": (362e12, 48),
+    "L40": (181e12, 48),
+    "L4": (121e12, 24),
+    "A10G": (70e12, 24),
+    "A10": (125e12, 24),
+    "A40": (150e12, 48),
+    "A6000": (155e12, 48),
+    "RTX 5090": (210e12, 32),
+    "RTX 4090": (165e12, 24),
+    "RTX 3090": (71e12, 24),
+}
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bf16 peak in FLOP/s of a GPU by its name, None for one that the table does not know."""
+    return next((flops for name, (flops, _) in GPUS.items() if name.lower() in device_name.lower()), None)
+
+
+class Silent:
+    """The tracker of every rank but the first."""
+
+    wandb_id: str | None = None
+
+    def say(self, text: str) -> None: ...
+
+    def log(self, record: dict[str, Any]) -> None: ...
+
+    def advance(self, steps: int = 1) -> None: ...
+
+    def sync(self) -> None: ...
+
+    def close(self, failed: bool = False) -> None: ...
+
+
+class Tracker(Silent):
+    """Opens the run's files in config.out_dir. `step` is the one that the run continues from and `evaluated` whether its
+    evaluation is done: later lines of metrics.jsonl, which the run will write again, are cut off."""
+
+    def __init__(self, config: Config, step: int, evaluated: bool, wandb_id: str | None, info: dict[str, Any]):
+        out_dir = Path(config.out_dir)
+        self._log = open(out_dir / "log.txt", "a", encoding="utf-8")
+        path = out_dir / "metrics.jsonl"
+        cut_back(path, step, evaluated)
+        self._metrics = open(path, "a", encoding="utf-8")
+        _replace(out_dir / "config.json", json.dumps(info, indent=2) + "\n")
+        self._bar = tqdm(total=config.max_iters, initial=step, unit="step", disable=None, dynamic_ncols=True, smoothing=0.05)
+        self.wandb_id = wandb_id
+        self._wandb = self._start_wandb(config, info) if config.wandb_log else None
+
+    def say(self, text: str) -> None:
+        """To the console, above the progress bar, and to log.txt."""
+        tqdm.write(text)
+        self._log.write(text + "\n")
+        self._log.flush()
+
+    def log(self, record: dict[str, Any]) -> None:
+        """One line of metrics.jsonl; the same numbers to wandb."""
+        self._metrics.write(json.dumps(record) + "\n")
+        self._metrics.flush()
+        if self._wandb is not None:
+            split = record["split"]
+            named = {key if key in ("step", "tokens") else f"{split}/{key}": value for key, value in record.items()
+                     if key != "split" and value is not None}
+            try:
+                self._wandb.log(named)
+            except Exception as error:
+                self.say(f"wandb: logging failed ({_brief(error)}); the run goes on with metrics.jsonl alone")
+                self._wandb = None
+
+    def advance(self, steps: int = 1) -> None:
+        self._bar.update(steps)
+
+    def sync(self) -> None:
+        """Puts metrics.jsonl on the disk, so that a checkpoint never outlives the lines before it."""
+        os.fsync(self._metrics.fileno())
+
+    def close(self, failed: bool = False) -> None:
+        self._bar.close()
+        if self._wandb is not None:
+            try:
+                self._wandb.finish(exit_code=int(failed))
+            except Exception as error:
+                self.say(f"wandb: closing failed ({_brief(error)})")
+        self._metrics.close()
+        self._log.close()
+
+    def _start_wandb(self, config: Config, info: dict[str, Any]):
+        """A wandb run, offline where there is no login or no way to the server, None where wandb does not work at all."""
+        self.wandb_id = self.wandb_id or secrets.token_hex(4)
+        shape = f"{config.n_layer}x{config.n_embd}"
+        dataset = Path(config.dataset).name
+        try:
+            import wandb
+
+            arguments = dict(
+                project=config.wandb_project,
+                name=config.wandb_run_name or Path(config.out_dir).resolve().name,
+                group=config.wandb_group or f"{dataset}-{shape}",
+                tags=[config.attention, shape, dataset],
+                id=self.wandb_id,
+                resume="allow",
+                dir=config.out_dir,
+                config=info["config"] | {key: value for key, value in info.items() if key != "config"},
+            )
+            mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False, verify=False) else "offline")
+            try:
+                run = wandb.init(mode=mode, **arguments)
+            except Exception as error:
+                if mode != "online":
+                    raise
+                self.say(f"wandb: no way to the server ({_brief(error)}); logging offline")
+                run = wandb.init(mode="offline", **arguments)
+            run.define_metric("step")
+            run.define_metric("tokens")
+            run.define_metric("*", step_metric="step")
+            if mode == "offline" or run.offline:
+                self.say(f"wandb: offline; upload later with `wandb sync {config.out_dir}/wandb/offline-run-*`")
+            return run
+        except Exception as error:
+            self.say(f"wandb: not available ({_brief(error)}); the run goes on with metrics.jsonl alone")
+            return None
+
+
+def cut_back(path: Path, step: int, evaluated: bool) -> None:
+    """Removes from a metrics file what comes after `step`, its val line where that evaluation is still to come, and a line
+    that a crash left unfinished. The rest is untouched; the file is replaced whole or not at all."""
+    if not path.exists():
+        return
+    text = path.read_text(encoding="utf-8", errors="replace")
+    kept = []
+    for line in text.splitlines(keepends=True):
+        try:
+            record = json.loads(line)
+            late = record["step"] > step or (record["step"] == step and record["split"] == "val" and not evaluated)
+        except (ValueError, KeyError, TypeError):
+            continue
+        if not late and line.endswith("\n"):
+            kept.append(line)
+    if "".join(kept) != text:
+        _replace(path, "".join(kept))
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _brief(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

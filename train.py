@@ -1,0 +1,554 @@
+"""Pretrains a GPT.
+
+On one device, a CPU included:      python train.py config/gpt2_124m.py --attention=xsa --out_dir=runs/124m-xsa
+On the 8 GPUs of a node:            torchrun --nproc_per_node=8 train.py config/1.4b.py --attention=xsa --out_dir=runs/1.4b-xsa
+Every setting with its default:     python train.py --help
+
+Exit status: 0 done, or stopped on request with a checkpoint saved; 1 a failure, its reason on the last line; 2 bad arguments
+or bad input, found before any work starts.
+"""
+
+import math
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+import traceback
+from contextlib import closing, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import checkpoint
+import distributed
+from configurator import Config, InputError, as_dict, load
+from data.loader import Loader, validation_batches
+from data.shards import Dataset, open_dataset
+from distributed import Ranks
+from model import GPT
+from tracker import Silent, Tracker, peak_flops
+
+
+class RunError(Exception):
+    """Why a run that had started cannot go on."""
+
+
+def main(argv: list[str]) -> int:
+    ranks = None
+    try:
+        config = load(argv)
+        config.accumulation(distributed.world_size())
+        ranks = distributed.start(config)
+        return Run(config, ranks).run()
+    except InputError as error:
+        if distributed.is_local_master() or ranks is not None:
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except Exception as error:
+        traceback.print_exc()
+        where = "" if ranks is None or ranks.world_size == 1 else f"rank {ranks.rank}: "
+        print(f"error: {where}{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    finally:
+        if ranks is not None:
+            ranks.close()
+
+
+class Run:
+    """One training run: its model, optimizer and data, and how far it is.
+
+    `step` counts completed optimizer steps. At a step that is due for it comes first the evaluation, then the checkpoint, so
+    that a checkpoint's run has done all that its step asked for and nothing is repeated after a resume."""
+
+    def __init__(self, config: Config, ranks: Ranks):
+        self.config, self.ranks = config, ranks
+        self.device = ranks.device
+        self.accumulation = config.accumulation(ranks.world_size)
+        self.tokens_per_step = config.global_batch_size * config.block_size
+        self.step = 0
+        self.evaluated_step = -1
+        self.saved_step = -1
+        self.best_val_loss: float | None = None
+        self.bad_steps = self.bad_steps_in_row = 0
+        self.stopping = False  # whether any rank was asked to stop; the same on all
+        self.wandb_id: str | None = None
+        self.tracker = Silent()
+
+    # --- from start to end -------------------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        config = self.config
+        self.data = self._open_data()
+        state = self._find_state()
+        if state is not None and state["step"] >= config.max_iters and not config.eval_only:
+            self._print(f"{config.out_dir}: finished at step {state['step']} of max_iters={config.max_iters}; nothing to do")
+            return 0
+        self.ranks.listen()
+        self._build(state)
+        if config.eval_only:
+            loss = self.evaluate()
+            tokens = self.eval_windows * config.block_size
+            self._print("stopped before the evaluation was done" if loss is None else
+                        f"step {self.step}: validation loss {loss:.4f} nats over {tokens:,} tokens")
+            return 0
+        self._open_out_dir()
+        failed = True
+        try:
+            self._loop()
+            failed = False
+        except torch.OutOfMemoryError:
+            raise RunError(self._out_of_memory()) from None
+        except RuntimeError as error:
+            if "not enough memory" in str(error):  # what torch's CPU allocator says
+                raise RunError(self._out_of_memory()) from None
+            raise
+        finally:
+            self.tracker.close(failed)
+        return 0
+
+    def _loop(self) -> None:
+        config, tracker = self.config, self.tracker
+        clock = Clock(self.device)
+        with closing(self.loader.batches(self.step)) as batches:
+            while True:
+                at_end = self.step == config.max_iters
+                due = self.step % config.eval_interval == 0 or at_end
+                if due and self.evaluated_step != self.step:
+                    with clock.paused():
+                        self._report_evaluation(self.evaluate())
+                if at_end or self.stopping or (self.step % config.save_interval == 0 and self.step > 0):
+                    with clock.paused():
+                        self.save()
+                if at_end or self.stopping:
+                    break
+                metrics = self.train_step(batches)
+                clock.steps += 1
+                tracker.advance()
+                if self.step % config.log_interval == 0 or self.step == config.max_iters:
+                    self._report_step(metrics, clock)
+        if at_end:
+            tracker.say(f"done: step {self.step}, {self.step * self.tokens_per_step:,} tokens, best validation loss "
+                        f"{self.best_val_loss:.4f}")
+        else:
+            tracker.say(f"stopped on request at step {self.step} with a checkpoint; continue with --init_from=resume")
+
+    # --- set-up ------------------------------------------------------------------------------------------------------------
+
+    def _open_data(self) -> Dataset:
+        """The data set, on every rank, checked against the settings."""
+        config, data, fault = self.config, None, None
+        try:
+            data = open_dataset(config.dataset)
+            if data.vocab_size is not None and data.vocab_size > config.vocab_size:
+                raise InputError(f"vocab_size={config.vocab_size} is smaller than the {data.vocab_size} ids of dataset "
+                                 f"{config.dataset} (tokenizer {data.tokenizer}); use --vocab_size={data.vocab_size}")
+            self.loader = Loader(
+                data.train, block_size=config.block_size, global_batch_size=config.global_batch_size,
+                micro_batch_size=config.micro_batch_size, rank=self.ranks.rank, world_size=self.ranks.world_size,
+                seed=config.seed, sampling=config.sampling, vocab_size=config.vocab_size, device=self.device,
+            )
+            self.eval_windows = min(config.eval_tokens, data.val.n_tokens - 1) // config.block_size
+            self._validation_batches(data)
+        except InputError as error:
+            fault = error
+        self.ranks.agree(fault)
+        return data
+
+    def _find_state(self) -> dict[str, Any] | None:
+        """The checkpoint that init_from asks for, None for a run from scratch. Refuses what would harm an earlier run."""
+        config = self.config
+        path, state, fault = None, None, None
+        try:
+            if self.ranks.is_master:
+                path = self._choose_checkpoint()
+        except InputError as error:
+            fault = error
+        self.ranks.agree(fault)
+        path = self.ranks.gather_objects(path)[0]
+        if path is None:
+            return None
+        try:
+            state = checkpoint.load(path)
+            self._check_state(path, state)
+        except InputError as error:
+            fault = error
+        self.ranks.agree(fault)
+        self._print(f"continuing from {path}")
+        for key, old in state["config"].items():
+            if key not in ("out_dir", "init_from") and (new := getattr(config, key)) != old:
+                self._print(f"note: {key} was {old!r} in the checkpoint and is {new!r} now")
+        return state
+
+    def _choose_checkpoint(self) -> Path | None:
+        config = self.config
+        existing = checkpoint.list_checkpoints(config.out_dir)
+        if config.init_from in ("resume", "auto"):
+            path = checkpoint.latest(config.out_dir, warn=lambda message: print(f"warning: {message}", file=sys.stderr))
+            if path is None and config.init_from == "resume":
+                raise InputError(f"init_from=resume, but out_dir={config.out_dir} holds no checkpoint (ckpt_*.pt)")
+            return path
+        if config.init_from != "scratch":
+            path = Path(config.init_from)
+            if not path.is_file():
+                raise InputError(f"init_from wants scratch, resume, auto or a checkpoint file, found {config.init_from!r}")
+            if (fault := checkpoint.damage(path)) is not None:
+                raise InputError(f"init_from={path}: the file is damaged ({fault})")
+            step = checkpoint.load(path)["step"]
+            if later := [p.name for p in existing if checkpoint.step_of(p) > step]:
+                if not config.eval_only:
+                    raise InputError(f"out_dir={config.out_dir} holds a later checkpoint ({later[-1]}) than the step {step} of "
+                                     f"init_from={path}; use another out_dir")
+            return path
+        metrics = Path(config.out_dir) / "metrics.jsonl"
+        if not config.eval_only and (existing or (metrics.exists() and metrics.stat().st_size)):
+            found = existing[-1].name if existing else metrics.name
+            raise InputError(f"init_from=scratch, but out_dir={config.out_dir} holds a run already ({found}); use another "
+                             f"out_dir, or --init_from=auto to continue it")
+        return None
+
+    def _check_state(self, path: Path, state: dict[str, Any]) -> None:
+        """A run goes on with the model and the data that it had."""
+        config, saved = self.config, state["config"]
+        for key, value in as_dict(config.model_config()).items():
+            if saved.get(key) != value:
+                raise InputError(f"{path} has {key}={saved.get(key)!r}, the settings say {key}={value!r}; a run continues with "
+                                 f"the model it had")
+        if state["data"]["fingerprint"] != self.data.fingerprint and not config.eval_only:
+            raise InputError(f"{path} was trained on other data (fingerprint {state['data']['fingerprint'][:12]}) than dataset "
+                             f"{config.dataset} has (fingerprint {self.data.fingerprint[:12]})")
+        if saved["global_batch_size"] != config.global_batch_size and not config.eval_only:
+            raise InputError(f"{path} has global_batch_size={saved['global_batch_size']}, the settings say "
+                             f"{config.global_batch_size}; a run continues with the batches it had")
+
+    def _build(self, state: dict[str, Any] | None) -> None:
+        """Model, optimizer and scaler, new or from a checkpoint's state."""
+        config, device = self.config, self.device
+        torch.set_float32_matmul_precision("high")
+        dtype = autocast_dtype(config.dtype, device)
+        self.autocast = nullcontext if dtype is None else lambda: torch.autocast(device.type, dtype=dtype)
+        with torch.device(device):
+            self.model = GPT(config.model_config(), seed=config.seed)
+        self.model.activation_checkpointing = config.activation_checkpointing
+        self.optimizer = configure_optimizer(self.model, config)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+        if state is not None:
+            self._restore(state)
+        if config.compile or (config.compile is None and device.type == "cuda"):
+            for block in self.model.h:  # one block's code serves all, and no parameter changes its name
+                block.compile()
+        self.parallel = self.ranks.wrap(self.model)
+        self.parameters = list(self.model.parameters())
+
+    def _open_out_dir(self) -> None:
+        config, fault = self.config, None
+        if self.ranks.is_master:
+            try:
+                Path(config.out_dir).mkdir(parents=True, exist_ok=True)
+                checkpoint.sweep(config.out_dir)
+                evaluated = self.evaluated_step == self.step
+                self.tracker = Tracker(config, self.step, evaluated, self.wandb_id, self._describe())
+                self.wandb_id = self.tracker.wandb_id
+            except OSError as error:
+                fault = InputError(f"out_dir={config.out_dir} cannot be written: {error}")
+        self.ranks.agree(fault)
+        self.tracker.say(self._settings_table())
+
+    # --- the step ----------------------------------------------------------------------------------------------------------
+
+    def train_step(self, batches) -> dict[str, Any]:
+        """One optimizer step over the global batch; skipped, on all ranks alike, where its loss or gradient is not finite."""
+        config = self.config
+        lr = learning_rate(self.step, config)
+        if config.dropout > 0:  # a function of (seed, step, rank): the same after a resume without any state
+            torch.manual_seed(np.random.SeedSequence([config.seed, self.step, self.ranks.rank]).generate_state(1)[0])
+        losses = []
+        for micro_step in range(self.accumulation):
+            x, y = next(batches)
+            if self.parallel is not self.model:  # DDP reads this in its forward pass: reduce gradients in the last one only
+                self.parallel.require_backward_grad_sync = micro_step == self.accumulation - 1
+            with self.autocast():
+                _, loss = self.parallel(x, y)
+            self.scaler.scale(loss / self.accumulation).backward()
+            losses.append(loss.detach())
+        self.scaler.unscale_(self.optimizer)
+        gradients = [p.grad for p in self.parameters]
+        grad_norm = torch.nn.utils.get_total_norm(gradients)
+
+        # The step's one look at the device, and at the other ranks.
+        *mine, grad_norm = torch.stack([*losses, grad_norm]).tolist()
+        gathered = self.ranks.gather([math.fsum(mine) / len(mine), grad_norm, self.ranks.stop_signal is not None])
+        loss = math.fsum(values[0] for values in gathered) / len(gathered)
+        good = all(math.isfinite(value) for values in gathered for value in values)
+        self.stopping = any(values[2] for values in gathered)
+        if good:
+            if config.grad_clip and grad_norm > config.grad_clip:
+                torch._foreach_mul_(gradients, config.grad_clip / grad_norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.scaler.step(self.optimizer)
+            self.bad_steps_in_row = 0
+        else:
+            self._count_bad_step(mine, gathered)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        return {"loss": loss if good else None, "lr": lr, "grad_norm": grad_norm if good else None}
+
+    def _count_bad_step(self, losses: list[float], gathered: list[list[float]]) -> None:
+        self.bad_steps += 1
+        self.bad_steps_in_row += 1
+        ranks = [rank for rank, values in enumerate(gathered) if not math.isfinite(values[0])]
+        starts = self.loader.starts(self.step)
+        places = []
+        for micro_step, loss in enumerate(losses):
+            if not math.isfinite(loss):
+                slots = self.loader.micro_slots(micro_step)
+                places.append(f"micro-step {micro_step} (slots {slots[0]}-{slots[-1]}, tokens from {starts[slots].tolist()})")
+        everyones = self.ranks.gather_objects(places)
+        where = "; ".join(f"rank {rank}: {', '.join(everyones[rank][:4])}" for rank in ranks)
+        what = f"non-finite loss on ranks {ranks}: {where}" if ranks else "finite losses, non-finite gradient"
+        text = f"step {self.step}: {what}; skipped ({self.bad_steps_in_row} in a row, {self.bad_steps} in all)"
+        self.tracker.say(f"warning: {text}")
+        if self.bad_steps_in_row >= self.config.max_bad_steps:
+            raise RunError(f"{text}; max_bad_steps={self.config.max_bad_steps} reached")
+
+    # --- evaluation --------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(self) -> float | None:
+        """Mean loss in nats over the fixed validation windows, the same on all ranks; None if a stop request came first."""
+        self.model.eval()
+        total, count = 0.0, 0
+        for x, y in self._validation_batches(self.data):
+            targets = int((y >= 0).sum())
+            if targets:
+                with self.autocast():
+                    _, loss = self.model(x, y)
+                total += loss.item() * targets
+                count += targets
+            self.stopping = self.ranks.stop_requested()
+            if self.stopping:
+                return None
+        self.model.train()
+        totals, counts = zip(*self.ranks.gather([total, count]), strict=True)
+        return math.fsum(totals) / sum(counts)
+
+    def _validation_batches(self, data: Dataset):
+        config = self.config
+        return validation_batches(
+            data.val, block_size=config.block_size, eval_tokens=config.eval_tokens, micro_batch_size=config.micro_batch_size,
+            rank=self.ranks.rank, world_size=self.ranks.world_size, vocab_size=config.vocab_size, device=self.device,
+        )
+
+    # --- state -------------------------------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """A checkpoint of this step, from rank 0, unless there is one."""
+        if self.saved_step == self.step:
+            return
+        if self.ranks.is_master:
+            self.tracker.sync()
+            checkpoint.save(self.config.out_dir, self._state(), self.config.keep_checkpoints, self.config.milestone_interval)
+        self.saved_step = self.step
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "step": self.step,
+            "tokens": self.step * self.tokens_per_step,
+            "evaluated_step": self.evaluated_step,
+            "best_val_loss": self.best_val_loss,
+            "bad_steps": self.bad_steps,
+            "bad_steps_in_row": self.bad_steps_in_row,
+            "rng": torch.get_rng_state(),
+            "config": as_dict(self.config),
+            "data": {
+                "fingerprint": self.data.fingerprint,
+                "tokenizer": self.data.tokenizer,
+                "vocab_size": self.data.vocab_size,
+            },
+            "wandb_id": self.wandb_id,
+        }
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.scaler.is_enabled() and state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        torch.set_rng_state(state["rng"])
+        self.step = self.saved_step = state["step"]
+        self.evaluated_step, self.best_val_loss = state["evaluated_step"], state["best_val_loss"]
+        self.bad_steps, self.bad_steps_in_row = state["bad_steps"], state["bad_steps_in_row"]
+        self.wandb_id = state["wandb_id"]
+
+    # --- telling -----------------------------------------------------------------------------------------------------------
+
+    def _print(self, text: str) -> None:
+        if self.ranks.is_master:
+            print(text)
+
+    def _report_step(self, metrics: dict[str, Any], clock: "Clock") -> None:
+        seconds = clock.seconds_per_step()
+        tokens_per_s = self.tokens_per_step / seconds
+        peak = peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
+        mfu = tokens_per_s * self.model.flops_per_token() / (peak * self.ranks.world_size) if peak else None
+        record = {
+            "step": self.step,
+            "tokens": self.step * self.tokens_per_step,
+            "split": "train",
+            **metrics,
+            "step_ms": seconds * 1e3,
+            "tokens_per_s": tokens_per_s,
+            "mfu": mfu,
+            "peak_memory_gb": peak_memory_gb(self.device),
+            "bad_steps": self.bad_steps,
+        }
+        self.tracker.log(record)
+        shown = "n/a" if mfu is None else f"{mfu:.1%}"
+        loss, norm = ("skipped" if metrics[key] is None else f"{metrics[key]:.4f}" for key in ("loss", "grad_norm"))
+        self.tracker.say(f"step {self.step}: loss {loss}, lr {metrics['lr']:.2e}, norm {norm}, {seconds * 1e3:.0f} ms, "
+                         f"{tokens_per_s:,.0f} tokens/s, MFU {shown}")
+
+    def _report_evaluation(self, loss: float | None) -> None:
+        if loss is None:
+            return
+        self.evaluated_step = self.step
+        self.best_val_loss = loss if self.best_val_loss is None else min(loss, self.best_val_loss)
+        self.tracker.log({"step": self.step, "tokens": self.step * self.tokens_per_step, "split": "val", "loss": loss})
+        self.tracker.say(f"step {self.step}: validation loss {loss:.4f}")
+
+    def _settings_table(self) -> str:
+        config, ranks = self.config, self.ranks
+        total = sum(p.numel() for p in self.parameters)
+        rows = {
+            "model": f"{config.attention}, {config.n_layer} layers, width {config.n_embd}, {config.n_head} heads of "
+                     f"{config.head_dim} ({config.n_kv_head} kv), T {config.block_size}",
+            "parameters": f"{self.model.num_params():,} outside the embedding, {total:,} in all",
+            "data": f"{config.dataset}: {self.data.train.n_tokens:,} train, {self.data.val.n_tokens:,} val tokens, "
+                    f"tokenizer {self.data.tokenizer or 'unknown'}, {config.sampling} windows",
+            "step": f"{self.tokens_per_step:,} tokens = {config.global_batch_size} sequences = {ranks.world_size} ranks x "
+                    f"{self.accumulation} micro-steps x {config.micro_batch_size}",
+            "run": f"steps {self.step:,} to {config.max_iters:,}, {config.max_iters * self.tokens_per_step:,} tokens "
+                   f"({config.max_iters * self.tokens_per_step / self.data.train.n_tokens:.2f} epochs)",
+            "evaluation": f"every {config.eval_interval:,} steps on {self.eval_windows * config.block_size:,} tokens",
+            "device": f"{device_name(self.device)}, {config.dtype} dtype, compile {config.compile}",
+            "memory": f"{16 * total / 1e9:.2f} GB for weights, gradients and AdamW on each rank, plus activations",
+            "out_dir": config.out_dir,
+        }
+        return "\n".join(f"{key:>11}  {value}" for key, value in rows.items())
+
+    def _describe(self) -> dict[str, Any]:
+        """config.json: everything needed to say what this run was."""
+        return {
+            "config": as_dict(self.config),
+            "n_params": self.model.num_params(),
+            "flops_per_token": self.model.flops_per_token(),
+            "tokens_per_step": self.tokens_per_step,
+            "world_size": self.ranks.world_size,
+            "data": {"fingerprint": self.data.fingerprint, "tokenizer": self.data.tokenizer,
+                     "train_tokens": self.data.train.n_tokens, "val_tokens": self.data.val.n_tokens},
+            "git_commit": git_commit(),
+            "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
+                         "cuda": torch.version.cuda},
+            "hardware": {"device": device_name(self.device), "cpus": os.cpu_count(), "machine": platform.machine()},
+            "command": sys.argv,
+        }
+
+    def _out_of_memory(self) -> str:
+        config = self.config
+        share = config.global_batch_size // self.ranks.world_size
+        smaller = [n for n in range(1, config.micro_batch_size) if share % n == 0]
+        advice = (f"--micro_batch_size={smaller[-1]} gives the same training in {share // smaller[-1]} micro-steps"
+                  if smaller else "micro_batch_size is 1 already: use more memory or a smaller model")
+        if not config.activation_checkpointing:
+            advice += "; --activation_checkpointing=True saves more"
+        found = f"out of memory at step {self.step} with micro_batch_size={config.micro_batch_size}"
+        return f"rank {self.ranks.rank}: {found}: {advice}"
+
+
+class Clock:
+    """Seconds per training step since the last question, without what ran while it was paused."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.steps, self.start = device, 0, time.perf_counter()
+
+    def paused(self):
+        return _Pause(self)
+
+    def seconds_per_step(self) -> float:
+        now = time.perf_counter()
+        seconds = (now - self.start) / self.steps
+        self.steps, self.start = 0, now
+        return seconds
+
+
+class _Pause:
+    def __init__(self, clock: Clock):
+        self.clock = clock
+
+    def __enter__(self):
+        self.begin = time.perf_counter()
+
+    def __exit__(self, *_):
+        self.clock.start += time.perf_counter() - self.begin
+
+
+def learning_rate(step: int, config: Config) -> float:
+    """Linear warm-up over warmup_iters steps, then a cosine to min_lr at lr_decay_iters (paper, Training)."""
+    if step < config.warmup_iters:
+        return config.learning_rate * (step + 1) / (config.warmup_iters + 1)
+    if step >= config.lr_decay_iters:
+        return config.min_lr
+    progress = (step - config.warmup_iters) / (config.lr_decay_iters - config.warmup_iters)
+    return config.min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (config.learning_rate - config.min_lr)
+
+
+def configure_optimizer(model: GPT, config: Config) -> torch.optim.AdamW:
+    """AdamW with weight decay on matrices and the embedding, none on gains, biases and sinks."""
+    decayed, plain = [], []
+    for name, p in model.named_parameters():
+        (decayed if p.ndim >= 2 and name != "sink" else plain).append(p)
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True)
+
+
+def autocast_dtype(name: str, device: torch.device) -> torch.dtype | None:
+    """The dtype of matrix products, None for plain fp32."""
+    if name == "auto":
+        name = "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
+    return {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Largest use so far in GB (1e9 bytes): of the GPU by tensors, elsewhere of main memory by the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({torch.get_num_threads()} threads)"
+
+
+def git_commit() -> str | None:
+    """The commit of this code, with "-dirty" where tracked files differ from it; None outside git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--match="]
+    try:
+        result = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() or None if result.returncode == 0 else None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
