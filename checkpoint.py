@@ -6,13 +6,15 @@ It is written under a temporary name, flushed to the disk and renamed; `latest`,
 
 import os
 import re
+import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
-from configurator import InputError
+from configurator import Config, InputError, as_dict
 
 # The state of a run, whole: what save() wants is what load() insists on.
 KEYS = frozenset({
@@ -53,8 +55,8 @@ def save(out_dir: str | Path, state: dict[str, Any], keep: int, milestone_interv
     if missing := KEYS ^ state.keys():
         raise ValueError(f"a checkpoint holds exactly {sorted(KEYS)}; differs in {sorted(missing)}")
     path = path_of(out_dir, state["step"])
-    _write_aside(path, lambda file: torch.save(state, file))
-    _write_aside(path.with_name(_MARKER), lambda file: file.write(path.name.encode() + b"\n"))
+    write_aside(path, lambda file: torch.save(state, file))
+    write_aside(path.with_name(_MARKER), path.name + "\n")
     old = [p for p in list_checkpoints(out_dir) if step_of(p) <= state["step"]][:-keep]
     for p in old:
         if not (milestone_interval and step_of(p) % milestone_interval == 0):
@@ -111,7 +113,53 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> dict[str, Any]
     return state
 
 
-def _write_aside(path: Path, write) -> None:
+def choose(config: Config) -> Path | None:
+    """The checkpoint that init_from asks for, None for a run from scratch. Raises InputError where there is none to be had,
+    and where the run would write over an earlier one in out_dir."""
+    existing = list_checkpoints(config.out_dir)
+    if config.init_from in ("resume", "auto"):
+        path = latest(config.out_dir, warn=lambda message: print(f"warning: {message}", file=sys.stderr))
+        if path is None and config.init_from == "resume":
+            raise InputError(f"init_from=resume, but out_dir={config.out_dir} holds no checkpoint (ckpt_*.pt)")
+        return path
+    if config.init_from != "scratch":
+        path = Path(config.init_from)
+        if not path.is_file():
+            raise InputError(f"init_from wants scratch, resume, auto or a checkpoint file, found {config.init_from!r}")
+        if (fault := damage(path)) is not None:
+            raise InputError(f"init_from={path}: the file is damaged ({fault})")
+        step = load(path)["step"]
+        if later := [p.name for p in existing if step_of(p) > step]:
+            if not config.eval_only:
+                raise InputError(f"out_dir={config.out_dir} holds a later checkpoint ({later[-1]}) than the step {step} of "
+                                 f"init_from={path}; use another out_dir")
+        return path
+    metrics = Path(config.out_dir) / "metrics.jsonl"
+    if not config.eval_only and (existing or (metrics.exists() and metrics.stat().st_size)):
+        found = existing[-1].name if existing else metrics.name
+        raise InputError(f"init_from=scratch, but out_dir={config.out_dir} holds a run already ({found}); use another "
+                         f"out_dir, or --init_from=auto to continue it")
+    return None
+
+
+def check(path: Path, state: dict[str, Any], config: Config, fingerprint: str) -> None:
+    """Raises InputError unless the settings give the model and, but for eval_only, the batches that the checkpoint had."""
+    saved = state["config"]
+    for key, value in as_dict(config.model_config()).items():
+        if saved.get(key) != value:
+            raise InputError(f"{path} has {key}={saved.get(key)!r}, the settings say {key}={value!r}; a run continues with "
+                             f"the model it had")
+    if state["data"]["fingerprint"] != fingerprint and not config.eval_only:
+        raise InputError(f"{path} was trained on other data (fingerprint {state['data']['fingerprint'][:12]}) than dataset "
+                         f"{config.dataset} has (fingerprint {fingerprint[:12]})")
+    if saved["global_batch_size"] != config.global_batch_size and not config.eval_only:
+        raise InputError(f"{path} has global_batch_size={saved['global_batch_size']}, the settings say "
+                         f"{config.global_batch_size}; a run continues with the batches it had")
+
+
+def write_aside(path: Path, content: str | Callable[[BinaryIO], object]) -> None:
+    """Puts a file in place whole or not at all: text, or what a function writes into an open file."""
+    write = content if callable(content) else lambda file: file.write(content.encode())
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:

@@ -328,16 +328,15 @@ class GPT(nn.Module):
     def from_checkpoint(cls, path: str | Path, device: str | torch.device = "cpu") -> "GPT":
         """The model in a checkpoint of train.py, in eval mode. Raises ValueError for any other file."""
         try:
-            checkpoint = torch.load(path, map_location=device, weights_only=True, mmap=True)
-            config = GPTConfig(**{f.name: checkpoint["config"][f.name] for f in fields(GPTConfig)})
-            state = checkpoint["model"]
+            state = torch.load(path, map_location=device, weights_only=True, mmap=True)
+            config = GPTConfig(**{f.name: state["config"][f.name] for f in fields(GPTConfig)})
+            with torch.device("meta"):
+                model = cls(config)
+            model.load_state_dict(state["model"], assign=True)
         except OSError:
             raise
-        except Exception as error:
+        except Exception as error:  # torch.load raises whatever the bytes provoke
             raise ValueError(f"{path} is not a checkpoint of train.py: {error}") from error
-        with torch.device("meta"):
-            model = cls(config)
-        model.load_state_dict(state, assign=True)
         return model.eval()
 
     @torch.no_grad()

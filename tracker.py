@@ -5,12 +5,21 @@ metrics.jsonl is the record of a run. wandb gets the same numbers and may fail a
 
 import json
 import os
+import platform
+import resource
 import secrets
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from tqdm import tqdm
 
+from checkpoint import write_aside
 from configurator import Config
 
 # Dense bf16 peak in FLOP/s and memory in GB (1e9 bytes) by what torch.cuda.get_device_name contains; vendors' data sheets.
@@ -46,6 +55,59 @@ def peak_flops(device_name: str) -> float | None:
     return next((flops for name, (flops, _) in GPUS.items() if name.lower() in device_name.lower()), None)
 
 
+class Clock:
+    """Seconds per training step since the last reading, without what ran while it was paused."""
+
+    def __init__(self):
+        self.steps, self._start = 0, time.perf_counter()
+
+    @contextmanager
+    def paused(self):
+        begin = time.perf_counter()
+        yield
+        self._start += time.perf_counter() - begin
+
+    def read(self) -> float:
+        """Seconds per step; starts anew. `steps` is the caller's to count."""
+        now = time.perf_counter()
+        seconds = (now - self._start) / self.steps
+        self.steps, self._start = 0, now
+        return seconds
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Largest use so far in GB (1e9 bytes): of the GPU by tensors, elsewhere of main memory by the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({torch.get_num_threads()} threads)"
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What a run ran on, for config.json."""
+    return {
+        "git_commit": git_commit(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
+                     "cuda": torch.version.cuda},
+        "hardware": {"device": device_name(device), "cpus": os.cpu_count(), "machine": platform.machine()},
+        "command": sys.argv,
+    }
+
+
+def git_commit() -> str | None:
+    """The commit of this code, with "-dirty" where tracked files differ from it; None outside git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--match="]
+    try:
+        result = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() or None if result.returncode == 0 else None
+
+
 class Silent:
     """The tracker of every rank but the first."""
 
@@ -72,7 +134,7 @@ class Tracker(Silent):
         path = out_dir / "metrics.jsonl"
         cut_back(path, step, evaluated)
         self._metrics = open(path, "a", encoding="utf-8")
-        _replace(out_dir / "config.json", json.dumps(info, indent=2) + "\n")
+        write_aside(out_dir / "config.json", json.dumps(info, indent=2) + "\n")
         self._bar = tqdm(total=config.max_iters, initial=step, unit="step", disable=None, dynamic_ncols=True, smoothing=0.05)
         self.wandb_id = wandb_id
         self._wandb = self._start_wandb(config, info) if config.wandb_log else None
@@ -167,16 +229,7 @@ def cut_back(path: Path, step: int, evaluated: bool) -> None:
         if not late and line.endswith("\n"):
             kept.append(line)
     if "".join(kept) != text:
-        _replace(path, "".join(kept))
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+        write_aside(path, "".join(kept))
 
 
 def _brief(error: Exception) -> str:

