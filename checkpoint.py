@@ -34,6 +34,7 @@ KEYS = frozenset({
 })
 _NAME = re.compile(r"ckpt_(\d{8})\.pt")
 _MARKER = "latest"
+_UNFINISHED = ".nanoxsa.tmp"  # a suffix of our own: out_dir may be a folder with other programs' temporaries
 
 
 def path_of(out_dir: str | Path, step: int) -> Path:
@@ -60,13 +61,13 @@ def save(out_dir: str | Path, state: dict[str, Any], keep: int, milestone_interv
     old = [p for p in list_checkpoints(out_dir) if step_of(p) <= state["step"]][:-keep]
     for p in old:
         if not (milestone_interval and step_of(p) % milestone_interval == 0):
-            p.unlink()
+            p.unlink(missing_ok=True)
     return path
 
 
 def sweep(out_dir: str | Path) -> None:
     """Removes what a killed writer left under temporary names."""
-    for p in Path(out_dir).glob(".*.tmp"):
+    for p in Path(out_dir).glob(f".*{_UNFINISHED}"):
         p.unlink()
 
 
@@ -80,28 +81,34 @@ def latest(out_dir: str | Path, warn=lambda message: None) -> Path | None:
         marked = (Path(out_dir) / _MARKER).read_text().strip()
     except (OSError, UnicodeDecodeError):
         marked = ""
+    faults = []
     # The marked one first, then by time of writing: a step number says nothing about which was written last.
     for path in sorted(found, key=lambda p: (p.name == marked, p.stat().st_mtime, p.name), reverse=True):
         if (fault := damage(path)) is None:
             return path
-        warn(f"{path} is damaged ({fault}); trying the one before")
-    raise InputError(f"all {len(found)} checkpoints in {out_dir} are damaged; the newest: {path}: {fault}")
+        faults.append(f"{path} is damaged ({fault})")
+        warn(f"{faults[-1]}; trying the one before")
+    raise InputError(f"all {len(found)} checkpoints in {out_dir} are damaged; the newest: {faults[0]}")
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint file (truncated, or a record whose checksum does not match), None if nothing."""
+    """What is wrong with a checkpoint file (truncated, a record whose checksum does not match, nothing to continue from), None
+    if nothing."""
     try:
         with zipfile.ZipFile(path) as archive:
-            bad = archive.testzip()
-            return None if bad is None else f"checksum of {bad} does not match"
-    except (OSError, zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, ValueError) as error:
+            if (bad := archive.testzip()) is not None:
+                return f"checksum of {bad} does not match"
+        load(path, mmap=True)  # torch's reader is stricter with the archive than Python's; mapped, it reads no tensor
+    except Exception as error:  # zipfile and what decompresses for it raise whatever the bytes provoke
         return str(error) or type(error).__name__
+    return None
 
 
-def load(path: str | Path, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """The state in a checkpoint file. Raises InputError, naming the file, for anything from which a run cannot go on."""
+def load(path: str | Path, device: torch.device | str = "cpu", mmap: bool = False) -> dict[str, Any]:
+    """The state in a checkpoint file; with `mmap` the tensors are read when they are used. Raises InputError, naming the file,
+    for anything from which a run cannot go on."""
     try:
-        state = torch.load(path, map_location=device, weights_only=True)
+        state = torch.load(path, map_location=device, weights_only=True, mmap=mmap)
     except FileNotFoundError:
         raise InputError(f"checkpoint {path} does not exist") from None
     except Exception as error:  # torch.load raises whatever the bytes provoke
@@ -117,6 +124,8 @@ def choose(config: Config) -> Path | None:
     """The checkpoint that init_from asks for, None for a run from scratch. Raises InputError where there is none to be had,
     and where the run would write over an earlier one in out_dir."""
     existing = list_checkpoints(config.out_dir)
+    metrics = Path(config.out_dir) / "metrics.jsonl"
+    held = existing[-1].name if existing else metrics.name if metrics.exists() and metrics.stat().st_size else None
     if config.init_from in ("resume", "auto"):
         path = latest(config.out_dir, warn=lambda message: print(f"warning: {message}", file=sys.stderr))
         if path is None and config.init_from == "resume":
@@ -127,17 +136,19 @@ def choose(config: Config) -> Path | None:
         if not path.is_file():
             raise InputError(f"init_from wants scratch, resume, auto or a checkpoint file, found {config.init_from!r}")
         if (fault := damage(path)) is not None:
-            raise InputError(f"init_from={path}: the file is damaged ({fault})")
-        step = load(path)["step"]
+            raise InputError(f"init_from={path} cannot be continued from: {fault}")
+        if config.eval_only:
+            return path
+        if held and path.resolve().parent != Path(config.out_dir).resolve():
+            raise InputError(f"init_from={path}, but out_dir={config.out_dir} holds another run ({held}); use another "
+                             f"out_dir, or --init_from=resume to continue that one")
+        step = load(path, mmap=True)["step"]
         if later := [p.name for p in existing if step_of(p) > step]:
-            if not config.eval_only:
-                raise InputError(f"out_dir={config.out_dir} holds a later checkpoint ({later[-1]}) than the step {step} of "
-                                 f"init_from={path}; use another out_dir")
+            raise InputError(f"out_dir={config.out_dir} holds a later checkpoint ({later[-1]}) than the step {step} of "
+                             f"init_from={path}; use another out_dir")
         return path
-    metrics = Path(config.out_dir) / "metrics.jsonl"
-    if not config.eval_only and (existing or (metrics.exists() and metrics.stat().st_size)):
-        found = existing[-1].name if existing else metrics.name
-        raise InputError(f"init_from=scratch, but out_dir={config.out_dir} holds a run already ({found}); use another "
+    if held and not config.eval_only:
+        raise InputError(f"init_from=scratch, but out_dir={config.out_dir} holds a run already ({held}); use another "
                          f"out_dir, or --init_from=auto to continue it")
     return None
 
@@ -160,7 +171,7 @@ def check(path: Path, state: dict[str, Any], config: Config, fingerprint: str) -
 def write_aside(path: Path, content: str | Callable[[BinaryIO], object]) -> None:
     """Puts a file in place whole or not at all: text, or what a function writes into an open file."""
     write = content if callable(content) else lambda file: file.write(content.encode())
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}{_UNFINISHED}")
     try:
         with open(temporary, "wb") as file:
             write(file)

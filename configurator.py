@@ -10,9 +10,11 @@ import ast
 import difflib
 import math
 import operator
+import os
+import re
+import stat
 import types
 from dataclasses import Field, asdict, dataclass, fields
-from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from model import GPTConfig
@@ -35,7 +37,7 @@ class Config(GPTConfig):
     seed: Annotated[int, "seed of weights, batches and dropout"] = 1337
 
     # data
-    dataset: Annotated[str, "a folder under data/ or any path (python -m data.local, python -m data.fineweb)"] = "fineweb"
+    dataset: Annotated[str, "a folder under data/ (python -m data.local makes one) or any path"] = "fineweb"
     sampling: Annotated[Literal["random", "shuffle"], "random: windows drawn with replacement (the paper's protocol); "
                         "shuffle: every window once an epoch"] = "random"
     global_batch_size: Annotated[int, "sequences per optimizer step, over all ranks and micro-steps"] = 256
@@ -77,6 +79,8 @@ class Config(GPTConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        for key in ("out_dir", "dataset", "init_from"):  # shells leave the ~ of --key=~/folder alone
+            setattr(self, key, os.path.expanduser(getattr(self, key)))
         if self.min_lr is None:
             self.min_lr = self.learning_rate / 10
         if self.lr_decay_iters is None:
@@ -92,6 +96,7 @@ class Config(GPTConfig):
         for key in ("max_iters", "warmup_iters", "lr_decay_iters", "weight_decay", "grad_clip", "milestone_interval", "seed"):
             require(0 <= getattr(self, key) < math.inf, key, "finite and not negative")
         require(self.seed < 2**63, "seed", "below 2**63")
+        require(self.max_iters < 10**8, "max_iters", "below 10**8 (a checkpoint's name has 8 digits)")
         require(0 < self.learning_rate < math.inf, "learning_rate", "finite and above 0")
         require(0 <= self.min_lr <= self.learning_rate, "min_lr", f"from 0 to learning_rate={self.learning_rate}")
         for key in ("beta1", "beta2"):
@@ -99,9 +104,9 @@ class Config(GPTConfig):
         require(self.eval_tokens >= self.block_size, "eval_tokens", f"at least block_size={self.block_size}")
         for key in ("out_dir", "dataset", "init_from", "wandb_project"):
             require(getattr(self, key) != "", key, "not empty")
-        device, _, index = self.device.partition(":")
-        known = self.device in ("auto", "cpu", "mps") or (device == "cuda" and (self.device == "cuda" or index.isdigit()))
-        require(known, "device", "auto, cpu, cuda, cuda:N or mps")
+        # Two digits: torch takes an index modulo 256, cuda:256 would be GPU 0.
+        known = re.fullmatch(r"auto|cpu|mps|cuda(:(0|[1-9][0-9]?))?", self.device)
+        require(known is not None, "device", "auto, cpu, cuda, cuda:N or mps")
 
     def model_config(self) -> GPTConfig:
         return GPTConfig(**{f.name: getattr(self, f.name) for f in fields(GPTConfig)})
@@ -115,7 +120,7 @@ class Config(GPTConfig):
         advice = f"--global_batch_size={max(1, round(self.global_batch_size / per_pass)) * per_pass}"
         if self.global_batch_size % world_size == 0:
             share = self.global_batch_size // world_size
-            fits = max(n for n in range(1, min(share, self.micro_batch_size) + 1) if share % n == 0)
+            fits = next(n for n in range(min(share, self.micro_batch_size), 0, -1) if share % n == 0)
             advice = f"--micro_batch_size={fits} (same training), or {advice} (another recipe)"
         raise InputError(
             f"global_batch_size={self.global_batch_size} must be a multiple of micro_batch_size x ranks = "
@@ -196,13 +201,14 @@ def _from_text(text: str, field: Field) -> Any:
 
 
 def _typed(value: Any, field: Field, where: str) -> Any:
-    """`value` as the field's type: whole floats pass for int, ints for float. Anything else is an InputError."""
+    """`value` as the field's type: whole floats pass for int, ints for float. Anything else, text that cannot be printed and
+    whole numbers of more than 64 bits are an InputError."""
     kind = _kind(field)
     optional, base = _split_optional(kind)
     if value is None and optional:
         return None
     if base is int and isinstance(value, float) and value.is_integer():
-        return int(value)
+        value = int(value)
     if base is float and isinstance(value, int) and not isinstance(value, bool):
         try:
             value = float(value)
@@ -214,8 +220,12 @@ def _typed(value: Any, field: Field, where: str) -> Any:
         accepted = isinstance(value, float) and not math.isnan(value)
     else:
         accepted = isinstance(value, base) and (base is bool or not isinstance(value, bool))
+    if accepted and base is int:
+        accepted = abs(value) < _MAX_NUMBER
+    if accepted and base is str:
+        accepted = value.isprintable()  # no NUL, no lone surrogate: neither a path nor log.txt could hold it
     if not accepted:
-        raise InputError(f"{where} wants {_describe(kind)}, found {value!r}")
+        raise InputError(f"{where} wants {_describe(kind)}, found {value!r:.200}")
     return value
 
 
@@ -266,15 +276,21 @@ _MAX_NUMBER = 2**63
 def _read_file(path: str, values: dict[str, Any]) -> dict[str, Any]:
     """The settings that a config file assigns; `values` are those in force before it."""
     try:
-        data = Path(path).read_bytes()
-    except OSError as error:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe or a device may have no end, or no beginning
+            raise OSError("not a regular file")
+        with open(path, "rb") as file:
+            data = file.read(_MAX_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: the name itself is none, as with a NUL in it
+        reason = getattr(error, "strerror", None) or error
         hint = "" if path.endswith(".py") else "; settings are written --key=value"
-        raise InputError(f"config file {path} cannot be read: {error.strerror}{hint}") from None
+        raise InputError(f"config file {path!r} cannot be read: {reason}{hint}") from None
     if len(data) > _MAX_FILE_BYTES:
-        raise InputError(f"config file {path} has {len(data)} bytes, more than the {_MAX_FILE_BYTES} that one may have")
+        raise InputError(f"config file {path} has more than the {_MAX_FILE_BYTES} bytes that one may have")
     try:
         tree = ast.parse(data.decode("utf-8-sig"), filename=path)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+    except (RecursionError, MemoryError):
+        raise InputError(f"config file {path}: an expression is nested too deeply") from None
+    except (SyntaxError, ValueError) as error:
         line = f" line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         raise InputError(f"config file {path}{line} is not a list of `key = value` lines: {error}") from None
     assigned: dict[str, Any] = {}
@@ -289,12 +305,16 @@ def _read_file(path: str, values: dict[str, Any]) -> dict[str, Any]:
             value = _value(node.value, values | assigned, where)
         except RecursionError:
             raise InputError(f"{where}: the expression is nested too deeply") from None
+        except ValueError:  # int to text has a limit of its own
+            raise InputError(f"{where}: a number in the expression has too many digits") from None
         assigned[field.name] = _typed(value, field, f"{field.name} ({where})")
     return assigned
 
 
 def _value(node: ast.expr, names: dict[str, Any], where: str) -> Any:
     match node:
+        case ast.Constant(value=int() as value) if value > _MAX_NUMBER:
+            raise InputError(f"{where}: a number must be at most 2**63")
         case ast.Constant(value=bool() | int() | float() | str() | None as value):
             return value
         case ast.Name(id=name):
@@ -313,13 +333,15 @@ def _arithmetic(op: ast.operator | ast.unaryop, where: str, *operands: Any) -> i
         if isinstance(operand, bool) or not isinstance(operand, int | float):
             raise InputError(f"{where}: arithmetic wants numbers, found {operand!r}")
     try:
-        if isinstance(op, ast.Pow) and operands[0] and abs(operands[1]) * math.log2(max(2, abs(operands[0]))) > 1024:
-            raise OverflowError("the result is too large")
+        if isinstance(op, ast.Pow) and all(isinstance(n, int) for n in operands):  # 9**9**9 would take hours
+            base, power = operands
+            if abs(base) > 1 and power * math.log2(abs(base)) > 1024:
+                raise OverflowError("the result is too large")
         result = _OPERATORS[type(op)](*operands)
     except ArithmeticError as error:
         raise InputError(f"{where}: {error}") from None
     if isinstance(result, complex) or abs(result) > _MAX_NUMBER:
-        raise InputError(f"{where}: the result must be a number of at most 2**63, found {result!r}"[:200])
+        raise InputError(f"{where}: the result must be a number of at most 2**63, found {result!r:.100}")
     return result
 
 

@@ -90,6 +90,8 @@ class Ranks:
             self.stop_signal = signal.Signals(number).name
 
         for number in STOP_SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # nohup asks that closing the terminal does not stop the run
             self._handlers[number] = signal.signal(number, note)
 
     def close(self) -> None:

@@ -141,12 +141,13 @@ class LinearCrossEntropy(torch.autograd.Function):
             chunk = slice(start, start + rows)
             p = (x[chunk] @ w.T).to(wide)
             target = targets[chunk].clamp(min=0)[:, None]
-            lse = p.logsumexp(-1, keepdim=True)
-            loss += ((lse - p.gather(-1, target))[:, 0] * counted[chunk]).sum()
+            top, picked = p.amax(-1, keepdim=True), p.gather(-1, target)
+            total = p.sub_(top).exp_().sum(-1, keepdim=True)
+            loss += ((total.log() + top - picked)[:, 0] * counted[chunk]).sum()
             if need_grad:
                 # d loss / d logits is softmax - onehot. The 1/N of the mean waits until backward, where fp16's loss scale
                 # is known: applied here it would round the small entries to zero.
-                p.sub_(lse).exp_()
+                p.div_(total)
                 p.scatter_(-1, target, p.gather(-1, target) - 1).mul_(counted[chunk, None])
                 p = p.to(x.dtype)
                 torch.mm(p, w, out=dx[chunk])
@@ -164,9 +165,14 @@ class LinearCrossEntropy(torch.autograd.Function):
         return (dx * scale).to(dx.dtype), dweight.mul_(scale), None, None, None
 
 
+def loss_rows(device: torch.device) -> int:
+    """Rows of logits that linear_cross_entropy holds at a time: few enough for a CPU's memory, enough to fill a GPU."""
+    return 512 if device.type == "cpu" else 4096
+
+
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Mean cross entropy in nats of logits x (N, C) @ weight.T (C, V), targets (N,) with IGNORE left out; no N x V tensor."""
-    rows = 512 if x.device.type == "cpu" else 4096
+    rows = loss_rows(x.device)
     # torch's chunked form (2.13 and newer) rounds the loss itself to a half-precision input's dtype, steps of 0.016 at a
     # loss of 3, so it serves fp32 and fp64 alone.
     if hasattr(nn, "LinearCrossEntropyOptions") and x.dtype in (torch.float32, torch.float64):
@@ -208,7 +214,7 @@ class CausalSelfAttention(nn.Module):
         # projection
         qk, v = self.c_attn(x).view(B, T, H + 2 * K, d).split((H + K, K), dim=2)
         q, k = rotate(qk, rope).transpose(1, 2).split((H, K), dim=1)  # (B, H, T, d), (B, K, T, d)
-        v = v.transpose(1, 2)
+        v = v.transpose(1, 2).contiguous()  # a copy: as a view it would keep the unrotated q and k until backward
 
         # scores and softmax. With a cache, T > 1 only fills an empty one and T = 1 sees everything: causal in both cases.
         keys, values = cache.append(k, v) if cache is not None else (k, v)

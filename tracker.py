@@ -4,8 +4,10 @@ metrics.jsonl is the record of a run. wandb gets the same numbers and may fail a
 """
 
 import json
+import math
 import os
 import platform
+import re
 import resource
 import secrets
 import subprocess
@@ -22,12 +24,13 @@ from tqdm import tqdm
 from checkpoint import write_aside
 from configurator import Config
 
-# Dense bf16 peak in FLOP/s and memory in GB (1e9 bytes) by what torch.cuda.get_device_name contains; vendors' data sheets.
-# More specific names stand first: "H100 PCIe" before "H100".
+# Dense bf16 peak in FLOP/s and memory in GB (1e9 bytes) by the words that torch.cuda.get_device_name contains; vendors' data
+# sheets. More specific names stand first: "H100 PCIe" before "H100".
 GPUS: dict[str, tuple[float, float]] = {
     "GB200": (2500e12, 186),
     "B200": (2250e12, 180),
     "GH200": (989e12, 96),
+    "H200 NVL": (835e12, 141),
     "H200": (989e12, 141),
     "H100 PCIe": (756e12, 80),
     "H100 NVL": (835e12, 94),
@@ -52,7 +55,10 @@ GPUS: dict[str, tuple[float, float]] = {
 
 def peak_flops(device_name: str) -> float | None:
     """Dense bf16 peak in FLOP/s of a GPU by its name, None for one that the table does not know."""
-    return next((flops for name, (flops, _) in GPUS.items() if name.lower() in device_name.lower()), None)
+    if re.search(r"\b(MIG|Laptop|Ti|D)\b", device_name, re.IGNORECASE):  # a slice of a GPU, or a lesser one of the same name
+        return None
+    whole_words = ((flops, rf"\b{name}\b") for name, (flops, _) in GPUS.items())  # RTX A4000 is no A40
+    return next((flops for flops, pattern in whole_words if re.search(pattern, device_name, re.IGNORECASE)), None)
 
 
 class Clock:
@@ -140,13 +146,18 @@ class Tracker(Silent):
         self._wandb = self._start_wandb(config, info) if config.wandb_log else None
 
     def say(self, text: str) -> None:
-        """To the console, above the progress bar, and to log.txt."""
-        tqdm.write(text)
+        """To log.txt and, above the progress bar, to the console. A console that is gone (`| head`, a terminal closed) does not
+        end the run, and least of all before the checkpoint that its SIGHUP asks for."""
         self._log.write(text + "\n")
         self._log.flush()
+        try:
+            tqdm.write(text)
+        except OSError:
+            sys.stdout = open(os.devnull, "w")  # what is left in the old one's buffer would fail again when Python exits
 
     def log(self, record: dict[str, Any]) -> None:
-        """One line of metrics.jsonl; the same numbers to wandb."""
+        """One line of metrics.jsonl; the same numbers to wandb. NaN and infinity, which JSON does not have, become null."""
+        record = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()}
         self._metrics.write(json.dumps(record) + "\n")
         self._metrics.flush()
         if self._wandb is not None:
@@ -180,7 +191,7 @@ class Tracker(Silent):
         """A wandb run, offline where there is no login or no way to the server, None where wandb does not work at all."""
         self.wandb_id = self.wandb_id or secrets.token_hex(4)
         shape = f"{config.n_layer}x{config.n_embd}"
-        dataset = Path(config.dataset).name
+        dataset = Path(config.dataset).resolve().name
         try:
             import wandb
 
@@ -188,7 +199,7 @@ class Tracker(Silent):
                 project=config.wandb_project,
                 name=config.wandb_run_name or Path(config.out_dir).resolve().name,
                 group=config.wandb_group or f"{dataset}-{shape}",
-                tags=[config.attention, shape, dataset],
+                tags=[config.attention, shape, dataset[:64]],  # wandb refuses longer ones
                 id=self.wandb_id,
                 resume="allow",
                 dir=config.out_dir,
@@ -233,4 +244,4 @@ def cut_back(path: Path, step: int, evaluated: bool) -> None:
 
 
 def _brief(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -15,7 +15,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median, stdev
@@ -48,11 +48,15 @@ COLOURS = ["#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]  # 
 DASHES = ["-", "--", ":"]  # from the seventh variant on
 
 
-def input_error(message: str) -> Exception:
-    """An InputError. Its module imports torch, which takes longer than all the rest here: so only where it is needed."""
+def input_error_type() -> type[Exception]:
+    """configurator.InputError. Its module imports torch, which takes longer than all the rest here: so only once it is needed."""
     from configurator import InputError
 
-    return InputError(message)
+    return InputError
+
+
+def input_error(message: str) -> Exception:
+    return input_error_type()(message)
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------------
@@ -111,7 +115,7 @@ def read_run(folder: Path) -> Run:
             steps[record["tokens"]] = record["step"]
     for split, found in by_split.items():
         if not found:
-            raise input_error(f"{folder / 'metrics.jsonl'} has no {split} loss yet; a run to compare has both train and val lines")
+            raise input_error(f"{folder / 'metrics.jsonl'} has no {split} loss yet; a run to compare has train and val lines")
     trained = [record for record in records if record["split"] == "train"]
 
     def numbers(key: str) -> list[float]:
@@ -201,12 +205,14 @@ def warnings(runs: list[Run], end: int) -> list[str]:
     """What a reader has to know before comparing the runs."""
     found = []
     if recipe := [key for key in differing(runs, NEUTRAL) if key in RECIPE]:
-        found.append(f"not the same recipe: {', '.join(recipe)} differ{'s' if len(recipe) == 1 else ''}")
-    speed = [key for key in SPEED if len({repr(run.config.get(key)) for run in runs}) > 1]
-    machines = {"device": lambda run: (run.info.get("hardware") or {}).get("device"), "ranks": lambda run: run.info.get("world_size")}
-    speed += [name for name, of in machines.items() if len({repr(of(run)) for run in runs}) > 1]
-    if speed:
-        found.append(f"step times, tokens/s and memory were not taken alike: {', '.join(speed)} differ{'s' if len(speed) == 1 else ''}")
+        found.append(f"not the same recipe: different {', '.join(recipe)}")
+    machines = [
+        {key: run.config.get(key) for key in SPEED}
+        | {"device": (run.info.get("hardware") or {}).get("device"), "ranks": run.info.get("world_size")}
+        for run in runs
+    ]
+    if speed := [key for key in machines[0] if any(machine[key] != machines[0][key] for machine in machines)]:
+        found.append(f"step times, tokens/s and memory are not of the same set-up: different {', '.join(speed)}")
     for run in runs:
         last, planned = run.steps[max(run.train)], run.config["max_iters"]
         if last < planned:
@@ -266,7 +272,8 @@ def table(variants: list[Variant], end: int) -> str:
     def val(run: Run) -> float:
         return run.val[val_at]
 
-    rows = [["variant", "seeds", "train loss", "difference", "val loss", "difference", "step ms", "ratio", "tokens/s", "memory GB"]]
+    rows = [["variant", "seeds", "tokens", "train loss", "train difference", "val loss", "val difference", "step ms", "ratio",
+             "tokens/s", "memory GB"]]
     for variant in variants:
         is_baseline = variant is baseline
         step_ms = _mean(run.step_ms for run in variant.runs)
@@ -274,6 +281,7 @@ def table(variants: list[Variant], end: int) -> str:
         rows.append([
             variant.label,
             ", ".join(str(run.seed) for run in variant.runs),
+            " to ".join(dict.fromkeys(_short(pick(max(run.train) for run in variant.runs)) for pick in (min, max))),
             f"{mean(map(train, variant.runs)):.4f}",
             "baseline" if is_baseline else str(difference(variant, baseline, train)),
             "n/a" if val_at is None else f"{mean(map(val, variant.runs)):.4f}",
@@ -288,7 +296,7 @@ def table(variants: list[Variant], end: int) -> str:
     return "\n".join("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows)
 
 
-def _mean(values) -> float | None:
+def _mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return mean(known) if known else None
 
@@ -319,25 +327,17 @@ def title(variants: list[Variant]) -> str:
     runs = [run for variant in variants for run in variant.runs]
     sizes = sorted({run.info["n_params"] for run in runs if isinstance(run.info.get("n_params"), int)})
     names = dict.fromkeys(Path(str(run.config["dataset"])).name for run in runs)
-    labels = list(dict.fromkeys(map(_parameters, sizes)))
+    labels = list(dict.fromkeys(map(_short, sizes)))
     size = " and ".join(labels if len(labels) < 3 else [f"{labels[0]} to {labels[-1]}"])
     return f"{size} parameters on {', '.join(names)}" if size else ", ".join(names)
 
 
-def _parameters(n: int) -> str:
-    return f"{n / 1e9:.3g}B" if n >= 1e9 else f"{n / 1e6:.3g}M"
+def _short(n: int) -> str:
+    """1409388544 -> "1.41B"."""
+    return next((f"{n / unit:.3g}{letter}" for unit, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")) if n >= unit), str(n))
 
 
 # --- drawing ----------------------------------------------------------------------------------------------------------------
-
-
-def smooth(y: np.ndarray, share: float) -> np.ndarray:
-    """Centred moving average over `share` of the points, (N,) -> (N,); its window shrinks towards both ends and stays
-    centred, so that a falling curve is shifted nowhere."""
-    half = np.minimum(int(share * len(y) / 2), np.minimum(np.arange(len(y)), np.arange(len(y))[::-1]))
-    total = np.concatenate([[0.0], np.cumsum(y)])
-    at = np.arange(len(y))
-    return (total[at + half + 1] - total[at - half]) / (2 * half + 1)
 
 
 @dataclass
@@ -346,6 +346,15 @@ class Curve:
 
     tokens: np.ndarray
     values: np.ndarray
+
+    def smooth(self, share: float) -> "Curve":
+        """The centred moving average over `share` of the points, where all of its window exists: a shorter one at the ends
+        would be noisier, and one that is not centred would shift a falling curve."""
+        half = min(math.ceil(share * len(self.tokens) / 2), (len(self.tokens) - 1) // 2)
+        if half == 0:
+            return self
+        window = np.full(2 * half + 1, 1 / (2 * half + 1))
+        return Curve(self.tokens[half:-half], np.array([np.convolve(row, window, mode="valid") for row in self.values]))
 
 
 def common_curve(series: list[dict[int, float]], end: int) -> Curve:
@@ -376,40 +385,140 @@ def draw(variants: list[Variant], end: int, x_axis: str, share: float, path: Pat
         "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#E6E6E6",
         "grid.linewidth": 0.6, "axes.axisbelow": True, "legend.frameon": False, "axes.titlesize": 10,
     }
+    height = 3.4 + 2 * (rows - 1) + 0.2 * math.ceil(len(variants) / 2)  # the last for the legend
+    unit, name = 1.0, "optimizer steps"
+    if x_axis == "tokens":
+        unit, word = next(((u, w) for u, w in ((1e9, "billions"), (1e6, "millions")) if end >= u), (1e3, "thousands"))
+        name = f"training tokens ({word})"
     with plt.rc_context(style):
-        figure, axes = plt.subplots(rows, 2, figsize=(9, 3.4 + 2 * (rows - 1)), sharex=True, squeeze=False, layout="constrained",
+        figure, axes = plt.subplots(rows, 2, figsize=(9, height), sharex=True, squeeze=False, layout="constrained",
                                     height_ratios=[2, 1][:rows])
-        unit = 1.0
-        name = "optimizer steps"
-        if x_axis == "tokens":
-            unit, name = (1e9, "training tokens (billions)") if end >= 1e9 else (1e6, "training tokens (millions)")
+        axes[0, 1].sharey(axes[0, 0])
+        losses: list[Curve] = []
         for column, (split, words) in enumerate((("train", "Training loss"), ("val", "Validation loss"))):
-            top = axes[0, column]
-            top.set(title=words, ylabel="loss (nats)")
-            ranges = []
-            for i, variant in enumerate(variants):
-                curve = common_curve([getattr(run, split) for run in variant.runs], end)
-                look = _look(i)
-                x = _x(curve, variant, x_axis) / unit
-                values = curve.values
-                if split == "train" and share > 0:
-                    values = np.array([smooth(row, share) for row in values])
-                    top.plot(x, curve.values.T, color=look["color"], alpha=0.15, linewidth=0.5)
-                _band(top, x, values, look, split, _legend(variant))
-                ranges.append((curve.tokens, values))
-                if i:
-                    gap = difference_curve(variant, variants[0], split, end)
-                    values = gap.values if split == "val" else np.array([smooth(row, share) for row in gap.values])
-                    _band(axes[1, column], _x(gap, variant, x_axis) / unit, values, look, split, None)
-            _limit(top, ranges, end)
+            axes[0, column].set(title=words, ylabel="loss (nats)")
             axes[-1, column].set_xlabel(name)
+            width = share if split == "train" else 0.0
+            gaps: list[Curve] = []
+            for i, variant in enumerate(variants):
+                raw = common_curve([getattr(run, split) for run in variant.runs], end)
+                curve = raw.smooth(width)
+                if curve is not raw:
+                    axes[0, column].set_title(f"{words}, moving average")
+                    axes[0, column].plot(_x(raw, variant, x_axis) / unit, raw.values.T, color=_look(i)["color"], linewidth=0.5,
+                                         alpha=0.2 / len(variant.runs), zorder=1)
+                _band(axes[0, column], _x(curve, variant, x_axis) / unit, curve, split, i, _legend(variant))
+                losses.append(curve)
+                if i:
+                    gap = difference_curve(variant, variants[0], split, end).smooth(width)
+                    _band(axes[1, column], _x(gap, variant, x_axis) / unit, gap, split, i, None)
+                    gaps.append(gap)
             if rows == 2:
-                bottom = axes[1, column]
-                bottom.axhline(0, color=BASELINE_COLOUR, linewidth=1)
-                bottom.set_ylabel(f"minus {variants[0].label}\n(nats)" if len(variants[0].label) < 12 else "minus baseline\n(nats)")
-        axes[0, 1].legend(loc="upper right")
+                axes[1, column].axhline(0, color=BASELINE_COLOUR, linewidth=1)
+                _limit(axes[1, column], gaps, end, 0.0)
+                axes[1, column].set_ylabel("difference\nto baseline (nats)")
+        axes[0, 0].set_xlim(left=0)
+        _limit(axes[0, 0], losses, end)
+        handles, labels = axes[0, 1].get_legend_handles_labels()
+        labels[0] += ", baseline" if rows == 2 else ""
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 2))
         figure.suptitle(title(variants), fontsize=11)
         temporary = path.with_name(f".{path.name}.tmp")
         figure.savefig(temporary, dpi=200, format="png")
         plt.close(figure)
     os.replace(temporary, path)
+
+
+def _look(i: int) -> dict[str, Any]:
+    if i == 0:
+        return {"color": BASELINE_COLOUR, "linestyle": "-"}
+    return {"color": COLOURS[(i - 1) % len(COLOURS)], "linestyle": DASHES[(i - 1) // len(COLOURS) % len(DASHES)]}
+
+
+def _legend(variant: Variant) -> str:
+    n = len(variant.runs)
+    return f"{variant.label} ({'1 seed' if n == 1 else f'mean of {n} seeds, band: min to max'})"
+
+
+def _x(curve: Curve, variant: Variant, x_axis: str) -> np.ndarray:
+    """A curve's places on the horizontal axis: tokens, or the variant's steps."""
+    return curve.tokens if x_axis == "tokens" else np.array([variant.runs[0].steps[tokens] for tokens in curve.tokens])
+
+
+def _band(axes, x: np.ndarray, curve: Curve, split: str, i: int, label: str | None) -> None:
+    """The mean over rows, and a band from the smallest to the largest; evaluations are few and get markers."""
+    look = _look(i)
+    marks = {"marker": "o", "markersize": 3} if split == "val" and len(x) <= 40 else {}
+    axes.plot(x, curve.values.mean(0), linewidth=1.4, label=label, zorder=3, **look, **marks)
+    if len(curve.values) > 1:
+        axes.fill_between(x, curve.values.min(0), curve.values.max(0), color=look["color"], alpha=0.18, linewidth=0, zorder=2)
+
+
+def _limit(axes, curves: list[Curve], end: int, *others: float) -> None:
+    """Fits the vertical axis to what comes after a tenth of the run, and to `others`: beside the first losses, near ln V, the
+    rest would be a line."""
+    late = [curve.values[:, curve.tokens >= end / 10] for curve in curves]
+    inside = np.concatenate([*(values.ravel() for values in late), others])
+    if inside.size:
+        margin = 0.05 * float(np.ptp(inside)) or 0.01
+        axes.set_ylim(inside.min() - margin, inside.max() + margin)
+
+
+# --- command ----------------------------------------------------------------------------------------------------------------
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise input_error(f"{message} (see --help)")
+
+
+def compare(folders: list[Path], out: Path | None, x_axis: str, share: float) -> str:
+    """Reads the runs, writes comparison.png and comparison.md and returns the latter's text. Raises InputError."""
+    if not 0 <= share < 1:
+        raise input_error(f"--smooth: wanted a share of a run, from 0 to below 1, found {share}")
+    places = [folder.resolve() for folder in folders]
+    if repeated := [folder for i, folder in enumerate(folders) if places[i] in places[:i]]:
+        raise input_error(f"run {repeated[0]} is given twice")
+    runs = [read_run(folder) for folder in folders]
+    variants = group(runs)
+    end = min(max(run.train) for run in runs)
+    for variant in variants:
+        if not common_curve([run.train for run in (*variant.runs, *variants[0].runs)], end).tokens.size:
+            raise input_error(f"{variant.runs[0].folder} and {variants[0].runs[0].folder} have no training loss at equal tokens; "
+                              f"the same log_interval and tokens per step would give them some")
+    if out is None:
+        common = Path(os.path.commonpath([place.parent for place in places]))
+        out = Path() if common == Path(common.anchor) else common
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise input_error(f"--out: {out} cannot be made: {error.strerror}") from None
+    text = report(variants, end)
+    draw(variants, end, x_axis, share, out / "comparison.png")
+    temporary = out / ".comparison.md.tmp"
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, out / "comparison.md")
+    return f"{text}\nwritten: {out / 'comparison.md'}, {out / 'comparison.png'}"
+
+
+def main(argv: list[str]) -> int:
+    parser = ArgumentParser(prog="python -m scripts.compare", description=__doc__, allow_abbrev=False,
+                            formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder (train.py's out_dir)")
+    parser.add_argument("--out", type=Path, metavar="DIR")
+    parser.add_argument("--x", choices=("tokens", "steps"), default="tokens")
+    parser.add_argument("--smooth", type=float, default=0.02, metavar="X")
+    try:
+        args = parser.parse_args(argv)
+        print(compare(args.runs, args.out, args.x, args.smooth))
+    except input_error_type() as error:  # evaluated only once something was raised
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

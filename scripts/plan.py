@@ -3,7 +3,7 @@
     python -m scripts.plan config/1.4b.py --attention=xsa --gpu=H100 --n_gpus=8 --mfu=0.4
     python -m scripts.plan --n_layer=4 --n_embd=128 --n_head=4 --block_size=256 --global_batch_size=8 --n_gpus=1 --measure
 
-The command line is train.py's: config files, then --key=value. Flags of its own:
+The command line is train.py's (python train.py --help): config files, then --key=value. Flags of its own:
     --gpu=NAME     a GPU of tracker.GPUS, which has its bf16 peak and its memory (default H100)
     --n_gpus=N     GPUs of the run, each with a copy of the model and of AdamW's state, as DDP has it (default 8)
     --mfu=X        share of the peak that the run is taken to reach (default 0.4)
@@ -15,7 +15,6 @@ The memory is that of a real training step of model.py, rehearsed on tensors tha
 """
 
 import json
-import os
 import sys
 import time
 from collections.abc import Iterable
@@ -30,13 +29,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from checkpoint import write_aside
 from configurator import Config, InputError, as_dict, load
 from data.shards import ArgumentParser
-from model import GPT
+from model import GPT, loss_rows
 from tracker import GPUS, peak_flops
 from train import autocast_dtype, configure_optimizer
 
-LOSS_ROWS = {"cpu": 512, "cuda": 4096}  # rows of logits that model.linear_cross_entropy holds at a time
 ALLOWANCE = 1.5e9  # bytes for CUDA's context, cuBLAS's workspace, NCCL's buffers and fragmentation: a guess, and shown as one
 FP32 = 4
 
@@ -49,7 +48,7 @@ class Memory:
     gradients: int  # as from the second micro-step on; with DDP always, its buckets being views of them
     optimizer: int  # AdamW's two moments
     weight_copies: int  # half-precision copies that autocast makes of the blocks' matrices, kept until the backward pass
-    activations: int  # what autograd keeps of the forward pass, and the last block's output
+    activations: int  # what autograd keeps of the forward pass, and the last hidden state
     loss: int  # gradients of head and last hidden state, and one chunk of logits
     backward: int  # by how much the backward pass rises above all of these
 
@@ -117,8 +116,9 @@ def rehearse(config: Config, micro_batch_size: int, device_type: str = "cuda") -
                 _, loss = model(idx, idx)
             loss.backward()
     copies = 2 * sum(m.weight.numel() for m in model.h.modules() if isinstance(m, nn.Linear)) if half else 0
-    masks = tokens * config.n_embd * (1 + 2 * config.n_layer) if config.dropout else 0
-    head = _loss_bytes(config, tokens, LOSS_ROWS[device_type], half)
+    masked = 1 + 2 * (1 if config.activation_checkpointing else config.n_layer)  # the embedding's and two a block
+    masks = tokens * config.n_embd * masked if config.dropout else 0
+    head = _loss_bytes(config, tokens, loss_rows(torch.device(device_type)), half)
     return Memory(
         weights=weights,
         gradients=weights,
@@ -136,8 +136,8 @@ def _loss_bytes(config: Config, tokens: int, rows: int, half: bool) -> int:
     if not half:
         return FP32 * (tokens * config.n_embd + head + chunk)  # input's and head's gradient, logits
     # Input in half precision and its gradient; head's gradient in fp32, its share of a chunk and a copy of the head in half
-    # precision; a chunk of logits in fp32 and a second one inside logsumexp.
-    return 4 * tokens * config.n_embd + (FP32 + 2 + 2) * head + 2 * FP32 * chunk
+    # precision; a chunk of logits in fp32 and in half precision.
+    return 4 * tokens * config.n_embd + (FP32 + 2 + 2) * head + (FP32 + 2) * chunk
 
 
 def _on_meta(config: Config) -> GPT:
@@ -209,7 +209,7 @@ def measure(config: Config) -> dict[str, Any]:
     it goes: MALLOC_MMAP_THRESHOLD_=65536 in the environment keeps it from doing so. Raises InputError for other devices."""
     device = torch.device(config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device.type == "cuda"
-    if device.type not in LOSS_ROWS or (on_gpu and not torch.cuda.is_available()):
+    if device.type not in ("cpu", "cuda") or (on_gpu and not torch.cuda.is_available()):
         raise InputError(f"--measure: wanted device=cpu or a GPU that is there, found {device}")
     if not on_gpu and not Path("/proc/self/status").exists():
         raise InputError("--measure: peak memory on CPU is read from /proc, which this system does not have")
@@ -280,7 +280,7 @@ def render(plan: dict[str, Any], config: Config) -> str:
         "optimizer": ("AdamW", "two moments, fp32"),
         "weight_copies": ("weight copies", "of the blocks' matrices in half precision, by autocast"),
         "activations": ("activations", f"{kept}, {config.micro_batch_size} sequences x {config.n_layer} layers"),
-        "loss": ("loss", f"gradients at the head, {LOSS_ROWS['cuda']:,} rows of logits"),
+        "loss": ("loss", f"gradients at the head, {loss_rows(torch.device('cuda')):,} rows of logits"),
         "backward": ("backward", "above all of these"),
     }
     rows = [
@@ -361,8 +361,10 @@ def main(argv: list[str]) -> int:
             raise InputError(f"--mfu: wanted a share above 0 and at most 1, found {own.mfu}")
         if own.json and not own.json.parent.is_dir():
             raise InputError(f"--json: no folder {own.json.parent}")
-        measured = measure(config) if own.measure else None
         plan = make_plan(config, gpu, own.n_gpus, own.mfu)
+        if own.measure:
+            print(f"measuring three training steps with micro_batch_size={config.micro_batch_size} here", file=sys.stderr)
+        measured = measure(config) if own.measure else None
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -372,15 +374,6 @@ def main(argv: list[str]) -> int:
     if own.json:
         write_aside(own.json, json.dumps(plan | {"measured": measured}, indent=2) + "\n")
     return 0
-
-
-def write_aside(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 if __name__ == "__main__":

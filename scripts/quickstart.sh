@@ -27,6 +27,8 @@ done
 # shellcheck source=scripts/environment.sh
 source scripts/environment.sh
 make_environment requirements-quickstart.txt
+# Threads that wait without spinning: beside any other busy program the default is several times slower.
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 
 echo "== data: bytes of the presidential messages, data/quickstart"
 python -m data.local

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import checkpoint
 from configurator import Config
 from data.tokenizer import get_tokenizer
 from model import GPT
@@ -17,7 +18,8 @@ TINY = {"block_size": 32, "vocab_size": 320, "n_layer": 2, "n_head": 2, "n_embd"
 def write_checkpoint(path: Path, seed: int = 0, tokenizer: str | None = "byte", **settings) -> Path:
     config = Config(**TINY | settings)
     model = GPT(config.model_config(), seed=seed)
-    torch.save({"model": model.state_dict(), "config": asdict(config), "data": {"tokenizer": tokenizer}, "step": 7}, path)
+    state = {"model": model.state_dict(), "config": asdict(config), "data": {"tokenizer": tokenizer}, "step": 7}
+    torch.save(dict.fromkeys(checkpoint.KEYS) | state, path)
     return path
 
 

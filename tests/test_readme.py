@@ -1,0 +1,103 @@
+"""Every command in README.md is run, its sizes cut by flags, in a copy of the repository; its table of settings is current."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+
+from configurator import Config
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+COMMANDS = [
+    line.partition("  #")[0].strip()
+    for block in re.findall(r"```bash\n(.*?)```", README, re.S)
+    for line in block.splitlines()
+    if line and not line.startswith("#")
+]
+
+CUT = ("--dataset=quickstart --vocab_size=257 --n_layer=2 --n_embd=64 --block_size=32 --global_batch_size=8 --micro_batch_size=2 "
+       "--max_iters=6 --warmup_iters=2 --learning_rate=3e-3 --eval_tokens=640 --eval_interval=3 --log_interval=1")
+STUBS = {
+    "scontrol": '[ "$1" = show ] && echo localhost; exit 0',
+    "srun": 'shift; exec "$@"',
+    "sbatch": "shift; export SLURM_SUBMIT_DIR=$PWD SLURM_JOB_ID=1 SLURM_JOB_NODELIST=n SLURM_NNODES=1 GPUS_PER_NODE=2; "
+              f'exec bash "$@" {CUT}',
+}
+
+
+def cut(command: str) -> str:
+    """The same command at a size for two cores."""
+    command = command.replace("--nproc_per_node=8", "--nproc_per_node=2").replace("--nnodes=4", "--nnodes=1")
+    if "train.py" in command:
+        return f"{command} {CUT}"
+    if "quickstart.sh" in command:
+        return f"{command} --max_iters=6 --eval_tokens=4096"
+    if "test.sh" in command:
+        return f"{command} -q tests/test_configurator.py"
+    if "scripts.sample" in command:
+        return f"{command} --max_new_tokens=20"
+    if "scripts.bench" in command:
+        return f"{command} --rounds=2 --n_layer=1 --n_embd=64 --block_size=64 --vocab_size=500"
+    if "gpu_check.sh" in command:
+        return f"{command} --cpu"
+    return command
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory) -> Path:
+    """A copy without what is not in git, and stand-ins for Slurm's commands and for installation."""
+    clone = tmp_path_factory.mktemp("readme") / "nanoXSA"
+    files = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in files.stdout.splitlines():
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, clone / name)
+    bin_folder = clone.parent / "bin"
+    bin_folder.mkdir()
+    for name, body in STUBS.items():
+        (bin_folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (bin_folder / name).chmod(0o755)
+    return clone
+
+
+@pytest.mark.slow  # some twenty commands, each of which imports torch
+def test_every_command_runs(clone):
+    """In the order of the text, each on what those before it left."""
+    environment = os.environ | {
+        "PATH": f"{clone.parent / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "VENV": str(Path(sys.executable).parent.parent), "HEAD": "localhost", "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline",
+    }
+    assert len(COMMANDS) >= 15
+    for command in COMMANDS:
+        result = subprocess.run(["bash", "-c", cut(command)], cwd=clone, env=environment, text=True, timeout=600,
+                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        assert result.returncode == 0, f"{command}\n{cut(command)}\n{result.stdout[-3000:]}"
+    for name in ("quickstart/comparison.png", "quickstart/comparison.md", "1.4b/comparison.png", "1.4b-xsa-sink4/metrics.jsonl"):
+        assert (clone / "runs" / name).stat().st_size > 0
+
+
+def test_every_file_named_exists():
+    for name in set(re.findall(r"(?:config|scripts|data|tests)/[\w./-]+\.(?:py|sh|sbatch)", README)):
+        assert (ROOT / name).exists(), name
+    for module in set(re.findall(r"python -m ((?:data|scripts|eval)\.\w+)", README)):
+        assert (ROOT / (module.replace(".", "/") + ".py")).exists(), module
+
+
+def settings_table() -> str:
+    """The README's table of settings, as configurator.py has them."""
+    hints = get_type_hints(Config, include_extras=True)
+    rows = ["| setting | default | meaning |", "|---|---|---|"]
+    for f in fields(Config):
+        assert f.default is not MISSING
+        rows.append(f"| `{f.name}` | {f.default} | {get_args(hints[f.name])[1]} |")
+    return "\n".join(rows)
+
+
+def test_settings_table_is_current():
+    assert settings_table() in README
