@@ -240,6 +240,12 @@ def test_what_is_no_file_is_refused(path):
     assert time.monotonic() - begin < 2
 
 
+def test_huge_file_is_not_read_whole(tmp_path):
+    with open(tmp_path / "weights.py", "wb") as sparse:
+        sparse.truncate(2**36)
+    assert "100000 bytes" in refused([str(tmp_path / "weights.py")])
+
+
 def test_pipe_as_config_file_does_not_wait(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     found = []
