@@ -85,31 +85,41 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
-class Exclusive(torch.autograd.Function):
-    """XSA (arXiv 2603.09078, Method): z = y - (y.v) / ||v||^2 v at every position and head, so that z is orthogonal to v.
+class ExclusiveProjection(torch.autograd.Function):
+    """XSA (arXiv 2603.09078, Method) and the output projection: z = y - (y.v) / ||v||^2 v at every position and head, so that
+    z is orthogonal to v; returns z @ weight.T + bias, (B, T, C).
 
     y (B, H, T, d) is attention's output, v (B, K, T, d) the values of the same positions; query head h has kv head h // G.
     Dot products and norms are fp32 or wider whatever autocast does; z has y's dtype; where v is zero, z = y.
-    Written as one function because autograd would keep intermediates of y's size: this keeps y and v alone, which
-    attention's own backward holds anyway."""
+    One function, because autograd would keep z for the projection and products of y's size for z. This keeps y and v alone,
+    which attention's own backward holds anyway: the backward below needs z in passing, and so recomputes it."""
 
     @staticmethod
-    def forward(ctx, y: Tensor, v: Tensor) -> Tensor:
-        ctx.save_for_backward(y, v)
+    def forward(ctx, y: Tensor, v: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(y, v, weight)
         y5, v5 = _by_group(y, v.shape[1]), _by_group(v, v.shape[1])
-        return torch.addcmul(y5, _share(y5, v5), v5, value=-1).to(y.dtype).flatten(1, 2)
+        a = (y5 * v5).sum(-1, keepdim=True) * _inverse_square(v5)
+        z = _by_token(torch.addcmul(y5, a, v5, value=-1), y.dtype)
+        with torch.autocast(y.device.type, enabled=False):
+            return F.linear(z, weight.to(y.dtype), None if bias is None else bias.to(y.dtype))
 
     @staticmethod
-    def backward(ctx, dz: Tensor) -> tuple[Tensor, Tensor]:
-        # With a = y.v/||v||^2 and b = dz.v/||v||^2 the product rule gives dy = dz - b v and dv = 2ab v - b y - a dz, which
-        # is -(b z + a dy); a kv head gathers dv from its group.
-        y, v = ctx.saved_tensors
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout: Tensor):
+        y, v, weight = ctx.saved_tensors
+        dz = (dout @ weight.to(dout.dtype)).unflatten(-1, (y.shape[1], -1)).transpose(1, 2)
         y5, v5, dz5 = (_by_group(t, v.shape[1]) for t in (y, v, dz))
-        a, b = _share(y5, v5), _share(dz5, v5)
-        dy = torch.addcmul(dz5, b, v5, value=-1)
+        # With a = y.v/||v||^2 and b = -dz.v/||v||^2 the product rule gives dy = dz + b v and dv = b y - a dz - 2ab v, which
+        # is b z - a dy; a kv head gathers dv from its group.
+        inverse = _inverse_square(v5)
+        a, b = (y5 * v5).sum(-1, keepdim=True) * inverse, (dz5 * v5).sum(-1, keepdim=True) * -inverse
         z = torch.addcmul(y5, a, v5, value=-1)
-        dv = -(b * z + a * dy).sum(2)
-        return dy.to(y.dtype).flatten(1, 2), dv.to(v.dtype)
+        dy = torch.addcmul(dz5, b, v5)
+        dv = torch.addcmul(b * z, a, dy, value=-1)
+        dv = dv.sum(2) if dv.shape[2] > 1 else dv.squeeze(2)
+        dweight = (dout.flatten(0, 1).T @ _by_token(z, y.dtype).flatten(0, 1)).to(weight.dtype)
+        dbias = dout.sum((0, 1)).to(weight.dtype) if ctx.needs_input_grad[3] else None
+        return dy.flatten(1, 2).to(y.dtype), dv.to(v.dtype), dweight, dbias
 
 
 def _by_group(x: Tensor, n_kv_head: int) -> Tensor:
@@ -117,10 +127,15 @@ def _by_group(x: Tensor, n_kv_head: int) -> Tensor:
     return x.unflatten(1, (n_kv_head, -1)).to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _share(x: Tensor, v: Tensor) -> Tensor:
-    """x.v / ||v||^2 over the last dimension, which stays with size 1; 0 where v is zero."""
-    vv = (v * v).sum(-1, keepdim=True)
-    return (x * v).sum(-1, keepdim=True) * torch.where(vv > 0, vv.reciprocal(), 0)
+def _by_token(z: Tensor, dtype: torch.dtype) -> Tensor:
+    """(B, K, G, T, d) -> (B, T, H*d)."""
+    return z.to(dtype).flatten(1, 2).transpose(1, 2).flatten(2)
+
+
+def _inverse_square(v: Tensor) -> Tensor:
+    """1 / ||v||^2 over the last dimension, which stays with size 1; 0 where v is zero or so small that this would overflow."""
+    square = (v * v).sum(-1, keepdim=True)
+    return torch.where(square >= torch.finfo(v.dtype).tiny, square.reciprocal(), 0)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -214,7 +229,7 @@ class CausalSelfAttention(nn.Module):
         # projection
         qk, v = self.c_attn(x).view(B, T, H + 2 * K, d).split((H + K, K), dim=2)
         q, k = rotate(qk, rope).transpose(1, 2).split((H, K), dim=1)  # (B, H, T, d), (B, K, T, d)
-        v = v.transpose(1, 2).contiguous()  # a copy: as a view it would keep the unrotated q and k until backward
+        v = v.contiguous().transpose(1, 2)  # a copy: as a view it would keep the unrotated q and k until backward
 
         # scores and softmax. With a cache, T > 1 only fills an empty one and T = 1 sees everything: causal in both cases.
         keys, values = cache.append(k, v) if cache is not None else (k, v)
@@ -224,7 +239,7 @@ class CausalSelfAttention(nn.Module):
 
         # output. XSA takes the values of the queries' own positions, which are never the cached ones.
         if self.exclusive:
-            y = Exclusive.apply(y, v)
+            return ExclusiveProjection.apply(y, v, self.c_proj.weight, self.c_proj.bias)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, H * d))
 
 

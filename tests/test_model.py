@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from configurator import load
-from model import GPT, IGNORE, Exclusive, GPTConfig, LinearCrossEntropy, linear_cross_entropy, rope_table, rotate
+from model import GPT, IGNORE, ExclusiveProjection, GPTConfig, LinearCrossEntropy, linear_cross_entropy, rope_table, rotate
 
 VARIANTS = ["sa", "xsa"]
 SHAPES = {
@@ -146,6 +146,12 @@ def paper_xsa(y, v):
     return y - (y * v).sum(-1, keepdim=True) / (v * v).sum(-1, keepdim=True) * v
 
 
+def xsa(y, v):
+    """XSA alone: the projection is the identity."""
+    B, H, T, d = y.shape
+    return ExclusiveProjection.apply(y, v, torch.eye(H * d, dtype=y.dtype), None).view(B, T, H, d).transpose(1, 2)
+
+
 def random_yv(H=4, K=2, dtype=torch.float64, d=8, T=5):
     g = torch.Generator().manual_seed(H * 10 + K)
     return tuple(torch.randn(2, heads, T, d, generator=g, dtype=torch.float64).to(dtype).requires_grad_() for heads in (H, K))
@@ -154,14 +160,22 @@ def random_yv(H=4, K=2, dtype=torch.float64, d=8, T=5):
 @pytest.mark.parametrize("H, K", [(4, 4), (4, 2), (6, 1)])
 def test_xsa_and_its_gradients_equal_the_formula_in_fp64(H, K):
     y, v = random_yv(H, K)
-    z, expected = Exclusive.apply(y, v), paper_xsa(y, v)
+    z, expected = xsa(y, v), paper_xsa(y, v)
     torch.testing.assert_close(z, expected)
     assert (z * v.repeat_interleave(H // K, dim=1)).sum(-1).abs().max() < 1e-14
     upstream = torch.randn(z.shape, dtype=z.dtype, generator=torch.Generator().manual_seed(3))
     found, wanted = (torch.autograd.grad(t, (y, v), upstream) for t in (z, expected))
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs)
-    assert torch.autograd.gradcheck(Exclusive.apply, (y, v))
+    assert torch.autograd.gradcheck(xsa, (y, v))
+
+
+def test_xsa_with_its_projection_passes_gradcheck():
+    y, v = random_yv()
+    weight, bias = torch.randn(6, 32, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+    found = ExclusiveProjection.apply(y, v, weight, bias)
+    torch.testing.assert_close(found, F.linear(paper_xsa(y, v).transpose(1, 2).flatten(2), weight, bias))
+    assert torch.autograd.gradcheck(ExclusiveProjection.apply, (y, v, weight.requires_grad_(), bias.requires_grad_()))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -169,7 +183,7 @@ def test_xsa_keeps_the_dtype_and_computes_in_fp32(dtype):
     """Half-precision inputs: the error is that of rounding the result, also under autocast."""
     y, v = random_yv(dtype=dtype, d=64)
     with torch.autocast("cpu", torch.bfloat16):
-        z = Exclusive.apply(y, v)
+        z = xsa(y, v)
     assert z.dtype == dtype
     exact = paper_xsa(y.double(), v.double())
     eps = torch.finfo(dtype).eps
@@ -183,8 +197,9 @@ def test_xsa_of_a_zero_value_is_finite_with_its_gradients(dtype):
     y, v = random_yv(dtype=dtype)
     with torch.no_grad():
         v[0, 0, 2] = 0
-        v[1, 1, 3] = torch.finfo(dtype).tiny  # its square underflows in fp32
-    z = Exclusive.apply(y, v)
+        for t, size in enumerate((1e-19, 1e-22, 1e-30)):  # squares normal, subnormal and zero in fp32
+            v[1, 1, t] = size * torch.randn(8, generator=torch.Generator().manual_seed(t))
+    z = xsa(y, v)
     z.sum().backward()
     assert torch.equal(z[0, :2, 2], y[0, :2, 2])
     assert all(t.isfinite().all() for t in (z, y.grad, v.grad))
@@ -192,10 +207,11 @@ def test_xsa_of_a_zero_value_is_finite_with_its_gradients(dtype):
 
 def test_xsa_saves_nothing_beyond_y_and_v():
     y, v = random_yv()
+    weight = torch.eye(32, dtype=torch.float64, requires_grad=True)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        Exclusive.apply(y, v)
-    assert {t.data_ptr() for t in saved} == {y.data_ptr(), v.data_ptr()}
+        ExclusiveProjection.apply(y, v, weight, None)
+    assert {t.data_ptr() for t in saved} == {y.data_ptr(), v.data_ptr(), weight.data_ptr()}
 
 
 @pytest.mark.parametrize("shape", ["mha", "gqa", "wide_bias"])
