@@ -5,6 +5,7 @@ A single process is a world of one rank, with the same calls and no process grou
 
 import os
 import signal
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -82,7 +83,9 @@ class Ranks:
         if self.world_size == 1:
             return model
         device_ids = [self.device.index] if self.device.type == "cuda" else None
-        return DistributedDataParallel(model, device_ids=device_ids, broadcast_buffers=False, gradient_as_bucket_view=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 announces a new name for broadcast_buffers
+            return DistributedDataParallel(model, device_ids=device_ids, broadcast_buffers=False, gradient_as_bucket_view=True)
 
     def listen(self) -> None:
         """From now on a stop signal is noted instead of ending the process."""
@@ -95,7 +98,8 @@ class Ranks:
             self._handlers[number] = signal.signal(number, note)
 
     def close(self) -> None:
-        """Gives the signal handlers back and leaves the process group."""
+        """Gives the signal handlers back and leaves the process group. The wrapped model must be gone by then: while one lives,
+        gloo's threads do too, and Python's exit may end in SIGABRT."""
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers.clear()

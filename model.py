@@ -100,8 +100,7 @@ class ExclusiveProjection(torch.autograd.Function):
         y5, v5 = _by_group(y, v.shape[1]), _by_group(v, v.shape[1])
         a = (y5 * v5).sum(-1, keepdim=True) * _inverse_square(v5)
         z = _by_token(torch.addcmul(y5, a, v5, value=-1), y.dtype)
-        with torch.autocast(y.device.type, enabled=False):
-            return F.linear(z, weight.to(y.dtype), None if bias is None else bias.to(y.dtype))
+        return _project(z, weight, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -117,9 +116,37 @@ class ExclusiveProjection(torch.autograd.Function):
         dy = torch.addcmul(dz5, b, v5)
         dv = torch.addcmul(b * z, a, dy, value=-1)
         dv = dv.sum(2) if dv.shape[2] > 1 else dv.squeeze(2)
-        dweight = (dout.flatten(0, 1).T @ _by_token(z, y.dtype).flatten(0, 1)).to(weight.dtype)
-        dbias = dout.sum((0, 1)).to(weight.dtype) if ctx.needs_input_grad[3] else None
+        dweight, dbias = _project_backward(dout, _by_token(z, y.dtype), weight, ctx.needs_input_grad[3])
         return dy.flatten(1, 2).to(y.dtype), dv.to(v.dtype), dweight, dbias
+
+
+class GELUProjection(torch.autograd.Function):
+    """gelu(h) @ weight.T + bias, (B, T, C), from h (B, T, 4C). Keeps h alone, and computes gelu(h), the largest activation of
+    a block, again in backward."""
+
+    @staticmethod
+    def forward(ctx, h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(h, weight)
+        return _project(F.gelu(h), weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout: Tensor):
+        h, weight = ctx.saved_tensors
+        dh = torch.ops.aten.gelu_backward(dout @ weight.to(dout.dtype), h)
+        return dh, *_project_backward(dout, F.gelu(h), weight, ctx.needs_input_grad[2])
+
+
+def _project(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear in z's dtype, whatever autocast says."""
+    with torch.autocast(z.device.type, enabled=False):
+        return F.linear(z, weight.to(z.dtype), None if bias is None else bias.to(z.dtype))
+
+
+def _project_backward(dout: Tensor, z: Tensor, weight: Tensor, need_bias: bool) -> tuple[Tensor, Tensor | None]:
+    """Gradients of _project's weight and bias."""
+    dout, z = dout.flatten(0, -2), z.flatten(0, -2)
+    return (dout.T @ z).to(weight.dtype), dout.sum(0).to(weight.dtype) if need_bias else None
 
 
 def _by_group(x: Tensor, n_kv_head: int) -> Tensor:
@@ -250,7 +277,7 @@ class MLP(nn.Module):
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(F.gelu(self.c_fc(x)))
+        return GELUProjection.apply(self.c_fc(x), self.c_proj.weight, self.c_proj.bias)
 
 
 class Block(nn.Module):

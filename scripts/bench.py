@@ -1,11 +1,11 @@
 """What a training step costs: time and peak memory of this repository's step against NanoGPT's, and of XSA's against SA's.
 
-    python -m scripts.bench step                                                       # a CPU-sized shape, 2 to 3 minutes
+    python -m scripts.bench step                                                       # a CPU-sized shape, some minutes
     python -m scripts.bench step config/1.4b.py --global_batch_size=8 --compare=xsa --json=bench.json
 
 The command line is train.py's: config files, then --key=value. A step is an optimizer step as these give it: forward and
 backward over global_batch_size / micro_batch_size micro-batches, clipping, AdamW. Three flags are the benchmark's own:
-    --rounds=N       timed rounds (default 8); in each every arm makes one step, in an order that changes from round to round
+    --rounds=N       timed rounds (default 6); in each every arm makes one step, in an order that changes from round to round
     --compare=A,B    what to measure beside sa: nanogpt, xsa or both (default both)
     --json=FILE      also write every measurement, with versions and hardware
 Ratios of time are medians over rounds of the ratio within a round, so that a machine that is slow for a while is slow for all.
@@ -38,10 +38,12 @@ from tqdm import tqdm
 
 from configurator import Config, InputError, as_dict, load
 from model import GPT
+from tracker import peak_flops
+from train import autocast_dtype, configure_optimizer
 
 ARMS = ("nanogpt", "sa", "xsa")
 USAGE = "usage: python -m scripts.bench step [config/FILE.py ...] [--key=value ...] [--rounds=N] [--compare=A,B] [--json=FILE]"
-# Without a config file: GPT-2's width and vocabulary, cut in depth and length to what two CPU cores do in two to three minutes.
+# Without a config file: GPT-2's width and vocabulary, cut in depth and length to what a CPU can do while one waits.
 DEFAULT_SHAPE = ["--n_layer=4", "--block_size=512", "--micro_batch_size=4", "--global_batch_size=4"]
 WARM_UP_STEPS = 2
 
@@ -123,12 +125,10 @@ class Machine:
             raise InputError(f"device must be cpu or cuda here, found {name}: peak memory cannot be read elsewhere")
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
             raise InputError(f"device={name}, but torch sees {torch.cuda.device_count()} CUDA devices; use --device=cpu")
-        dtype = config.dtype
-        if dtype == "auto":
-            dtype = "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
-        if dtype == "float16":
+        dtype = autocast_dtype(config.dtype, device)
+        if dtype == torch.float16:
             raise InputError("dtype must be float32 or bfloat16 here, found float16: its loss scaling skips steps")
-        return cls(device, getattr(torch, dtype), device.type == "cuda" if config.compile is None else config.compile)
+        return cls(device, dtype or torch.float32, device.type == "cuda" if config.compile is None else config.compile)
 
     def autocast(self) -> Any:
         return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, dtype=self.dtype)
@@ -143,13 +143,17 @@ class Arm:
 
     def __init__(self, name: str, config: Config, machine: Machine):
         self.name, self.config, self.machine = name, config, machine
-        self.clip = config.grad_clip or math.inf
         if name == "nanogpt":
             torch.manual_seed(config.seed)
             with machine.device:
                 self.raw = NanoGPT(config)
             self.model = torch.compile(self.raw) if machine.compile else self.raw
-            fused = machine.device.type == "cuda"
+            # NanoGPT takes AdamW's fused form on CUDA only.
+            decayed = [p for p in self.raw.parameters() if p.ndim >= 2]
+            plain = [p for p in self.raw.parameters() if p.ndim < 2]
+            groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+            fused = {"fused": True} if machine.device.type == "cuda" else {}
+            self.optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), **fused)
         else:
             with machine.device:
                 self.raw = self.model = GPT(replace(config, attention=name).model_config(), seed=config.seed)
@@ -157,13 +161,7 @@ class Arm:
             if machine.compile:
                 for block in self.raw.h:
                     block.compile()
-            fused = True
-        matrices = [p for p in self.raw.parameters() if p.ndim >= 2]
-        vectors = [p for p in self.raw.parameters() if p.ndim < 2]
-        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(
-            groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=fused or None
-        )
+            self.optimizer = configure_optimizer(self.raw, config)
 
     def step(self, batches: list[Batch]) -> Tensor:
         total = torch.zeros((), device=self.machine.device)
@@ -173,11 +171,20 @@ class Arm:
                 logits, loss = self.model(x, y)
             (loss / len(batches)).backward()
             total += loss.detach()
-        torch.nn.utils.clip_grad_norm_(self.raw.parameters(), self.clip)
+        self._clip()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         del logits
         return total / len(batches)
+
+    def _clip(self) -> None:
+        if self.name == "nanogpt":
+            torch.nn.utils.clip_grad_norm_(self.raw.parameters(), self.config.grad_clip or math.inf)
+            return
+        gradients = [p.grad for p in self.raw.parameters()]  # train.py's way: the norm is looked at, then used
+        norm = torch.nn.utils.get_total_norm(gradients).item()
+        if self.config.grad_clip and norm > self.config.grad_clip:
+            torch._foreach_mul_(gradients, self.config.grad_clip / norm)
 
 
 def random_batches(config: Config, machine: Machine) -> list[Batch]:
@@ -261,7 +268,7 @@ def _cpu_name() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def summarize(times: dict[str, list[float]], memory: dict[str, int], config: Config, peak_flops: float | None) -> dict[str, Any]:
+def summarize(times: dict[str, list[float]], memory: dict[str, int], config: Config, peak: float | None) -> dict[str, Any]:
     """Per arm: median and quartiles of the step, tokens/s, MFU, peak memory; per pair of arms: ratios."""
     tokens = config.global_batch_size * config.block_size
     with torch.device("meta"):
@@ -272,7 +279,7 @@ def summarize(times: dict[str, list[float]], memory: dict[str, int], config: Con
         rate = tokens / median * 1000
         arms[name] = {
             "step_ms": ms, "step_ms_quartiles": [low, median, high], "tokens_per_s": rate,
-            "mfu": rate * flops / peak_flops if peak_flops else None, "peak_memory_bytes": memory[name],
+            "mfu": rate * flops / peak if peak else None, "peak_memory_bytes": memory[name],
         }
     ratios: dict[str, Any] = {}
     for a, b in (("sa", "nanogpt"), ("xsa", "sa")):
@@ -339,7 +346,7 @@ def parse(argv: list[str]) -> tuple[Config, dict[str, Any]]:
     """The run's settings and the benchmark's own: rounds, arms, json. Raises InputError."""
     if argv[:1] != ["step"]:
         raise InputError(f"the first argument must be step, found {argv[0] if argv else 'nothing'}; {USAGE}")
-    own: dict[str, Any] = {"rounds": "8", "compare": "nanogpt,xsa", "json": None}
+    own: dict[str, Any] = {"rounds": "6", "compare": "nanogpt,xsa", "json": None}
     rest = []
     for arg in argv[1:]:
         key, equals, value = arg.removeprefix("--").partition("=")
@@ -387,12 +394,7 @@ def main(argv: list[str]) -> int:
     )
     memory = {name: measure_memory(name, config) for name in tqdm(own["arms"], desc="peak memory", disable=None)}
     times = measure_time(own["arms"], config, own["rounds"])
-    peak_flops = None
-    if machine.device.type == "cuda":
-        import tracker
-
-        peak_flops = tracker.peak_flops(machine_facts["gpu"])
-    result = summarize(times, memory, config, peak_flops)
+    result = summarize(times, memory, config, peak_flops(machine_facts["gpu"]) if "gpu" in machine_facts else None)
     print(table(result))
     print("\n".join(figures(result, config, machine, machine_facts.get("gpu"))))
     if own["json"]:

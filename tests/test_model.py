@@ -8,7 +8,17 @@ import torch
 from torch.nn import functional as F
 
 from configurator import load
-from model import GPT, IGNORE, ExclusiveProjection, GPTConfig, LinearCrossEntropy, linear_cross_entropy, rope_table, rotate
+from model import (
+    GPT,
+    IGNORE,
+    ExclusiveProjection,
+    GELUProjection,
+    GPTConfig,
+    LinearCrossEntropy,
+    linear_cross_entropy,
+    rope_table,
+    rotate,
+)
 
 VARIANTS = ["sa", "xsa"]
 SHAPES = {
@@ -212,6 +222,19 @@ def test_xsa_saves_nothing_beyond_y_and_v():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         ExclusiveProjection.apply(y, v, weight, None)
     assert {t.data_ptr() for t in saved} == {y.data_ptr(), v.data_ptr(), weight.data_ptr()}
+
+
+def test_gelu_projection_keeps_its_input_alone():
+    g = torch.Generator().manual_seed(0)
+    shapes = (2, 3, 8), (5, 8), (5,)
+    h, weight, bias = (torch.randn(shape, dtype=torch.float64, generator=g, requires_grad=True) for shape in shapes)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        found = GELUProjection.apply(h, weight, bias)
+    assert {t.data_ptr() for t in saved} == {h.data_ptr(), weight.data_ptr()}
+    exact = 0.5 * h * (1 + torch.erf(h / math.sqrt(2)))
+    torch.testing.assert_close(found, exact @ weight.T + bias)
+    assert torch.autograd.gradcheck(GELUProjection.apply, (h, weight, bias))
 
 
 @pytest.mark.parametrize("shape", ["mha", "gqa", "wide_bias"])
