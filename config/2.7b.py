@@ -11,7 +11,7 @@ block_size = 2048
 vocab_size = 50304
 
 global_batch_size = 256  # x 2048 = 524,288 tokens a step
-micro_batch_size = 2
+micro_batch_size = 4
 max_iters = 200_000
 warmup_iters = 2_000
 learning_rate = 3e-4
