@@ -5,6 +5,7 @@ A single process is a world of one rank, with the same calls and no process grou
 
 import os
 import signal
+import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -98,13 +99,15 @@ class Ranks:
             self._handlers[number] = signal.signal(number, note)
 
     def close(self) -> None:
-        """Gives the signal handlers back and leaves the process group. The wrapped model must be gone by then: while one lives,
-        gloo's threads do too, and Python's exit may end in SIGABRT."""
+        """Gives the signal handlers back and leaves the process group."""
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers.clear()
         if self.world_size > 1 and dist.is_initialized():
             dist.destroy_process_group()
+            # A gloo thread may still hold the last collective's tensors and wait for the GIL to drop them; where it gets it only
+            # when Python is on its way out, the process ends in SIGABRT (pytorch/pytorch#179291). DDP keeps the threads alive.
+            time.sleep(0.1)
 
 
 def start(config: Config) -> Ranks:

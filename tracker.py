@@ -114,12 +114,15 @@ def git_commit() -> str | None:
     return result.stdout.strip() or None if result.returncode == 0 else None
 
 
+_CONSOLE_SECONDS = 5.0
+
+
 class Silent:
     """The tracker of every rank but the first."""
 
     wandb_id: str | None = None
 
-    def say(self, text: str) -> None: ...
+    def say(self, text: str, often: bool = False) -> None: ...
 
     def log(self, record: dict[str, Any]) -> None: ...
 
@@ -142,14 +145,20 @@ class Tracker(Silent):
         self._metrics = open(path, "a", encoding="utf-8")
         write_aside(out_dir / "config.json", json.dumps(info, indent=2) + "\n")
         self._bar = tqdm(total=config.max_iters, initial=step, unit="step", disable=None, dynamic_ncols=True, smoothing=0.05)
+        self._said = -math.inf
         self.wandb_id = wandb_id
         self._wandb = self._start_wandb(config, info) if config.wandb_log else None
 
-    def say(self, text: str) -> None:
-        """To log.txt and, above the progress bar, to the console. A console that is gone (`| head`, a terminal closed) does not
-        end the run, and least of all before the checkpoint that its SIGHUP asks for."""
+    def say(self, text: str, often: bool = False) -> None:
+        """To log.txt and, above the progress bar, to the console; what is said often goes there every few seconds only. A
+        console that is gone (`| head`, a terminal closed) does not end the run, and least of all before the checkpoint that
+        its SIGHUP asks for."""
         self._log.write(text + "\n")
         self._log.flush()
+        if often:
+            if time.perf_counter() - self._said < _CONSOLE_SECONDS:
+                return
+            self._said = time.perf_counter()
         try:
             tqdm.write(text)
         except OSError:

@@ -12,6 +12,7 @@ import math
 import sys
 import traceback
 from contextlib import closing, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -129,8 +130,8 @@ class Run:
                 if self.step % config.log_interval == 0 or self.step == config.max_iters:
                     self._report_step(metrics, clock)
         if at_end:
-            tracker.say(f"done: step {self.step}, {self.step * self.tokens_per_step:,} tokens, best validation loss "
-                        f"{self.best_val_loss:.4f}")
+            best = "n/a" if self.best_val_loss is None else f"{self.best_val_loss:.4f}"
+            tracker.say(f"done: step {self.step}, {self.step * self.tokens_per_step:,} tokens, best validation loss {best}")
         else:
             tracker.say(f"stopped on request at step {self.step} with a checkpoint; continue with --init_from=resume")
 
@@ -151,7 +152,7 @@ class Run:
             )
             self.eval_windows = min(config.eval_tokens, data.val.n_tokens - 1) // config.block_size
             self._validation_batches(data)
-        except InputError as error:
+        except Exception as error:
             fault = error
         self.ranks.agree(fault)
         return data
@@ -163,7 +164,7 @@ class Run:
         try:
             if self.ranks.is_master:
                 path = checkpoint.choose(config)
-        except InputError as error:
+        except Exception as error:
             fault = error
         self.ranks.agree(fault)
         path = self.ranks.gather_objects(path)[0]
@@ -172,13 +173,15 @@ class Run:
         try:
             state = checkpoint.load(path)
             checkpoint.check(path, state, config, self.data.fingerprint)
-        except InputError as error:
+        except Exception as error:
             fault = error
         self.ranks.agree(fault)
         self._print(f"continuing from {path}")
-        for key, old in state["config"].items():
-            if key not in ("out_dir", "init_from") and (new := getattr(config, key)) != old:
+        for key, new in as_dict(config).items():
+            if key not in ("out_dir", "init_from") and (old := state["config"].get(key)) != new:
                 self._print(f"note: {key} was {old!r} in the checkpoint and is {new!r} now")
+        if path.parent.resolve() != Path(config.out_dir).resolve():
+            state["wandb_id"] = None  # a branch of that run, not its continuation
         return state
 
     def _build(self, state: dict[str, Any] | None) -> None:
@@ -211,6 +214,8 @@ class Run:
                 self.wandb_id = self.tracker.wandb_id
             except OSError as error:
                 fault = InputError(f"out_dir={config.out_dir} cannot be written: {error}")
+            except Exception as error:
+                fault = error
         self.ranks.agree(fault)
         self.tracker.say(self._settings_table())
 
@@ -369,14 +374,16 @@ class Run:
         self.tracker.log(record)
         shown = "n/a" if mfu is None else f"{mfu:.1%}"
         loss, norm = ("skipped" if metrics[key] is None else f"{metrics[key]:.4f}" for key in ("loss", "grad_norm"))
+        left = timedelta(seconds=round(seconds * (self.config.max_iters - self.step)))
         self.tracker.say(f"step {self.step}: loss {loss}, lr {metrics['lr']:.2e}, norm {norm}, {seconds * 1e3:.0f} ms, "
-                         f"{tokens_per_s:,.0f} tokens/s, MFU {shown}")
+                         f"{tokens_per_s:,.0f} tokens/s, MFU {shown}, {left} left", often=True)
 
     def _report_evaluation(self, loss: float | None) -> None:
         if loss is None:
             return
         self.evaluated_step = self.step
-        self.best_val_loss = loss if self.best_val_loss is None else min(loss, self.best_val_loss)
+        if math.isfinite(loss) and (self.best_val_loss is None or loss < self.best_val_loss):
+            self.best_val_loss = loss
         self.tracker.log({"step": self.step, "tokens": self.step * self.tokens_per_step, "split": "val", "loss": loss})
         self.tracker.say(f"step {self.step}: validation loss {loss:.4f}")
 

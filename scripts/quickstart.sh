@@ -26,6 +26,7 @@ done
 
 # shellcheck source=scripts/environment.sh
 source scripts/environment.sh
+echo "== takes about five minutes on two cores, after the packages (torch is the large one) are there"
 make_environment requirements-quickstart.txt
 # Threads that wait without spinning: beside any other busy program the default is several times slower.
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
@@ -47,6 +48,6 @@ python -m scripts.sample "$out/xsa" --max_new_tokens=300
 cat <<EOT
 
 == done. The picture: $out/comparison.png. The table: $out/comparison.md. All numbers: $out/*/metrics.jsonl.
-At this size no gain from XSA is to be expected: the difference between two seeds of one variant is larger than the
-difference between the variants. What it takes to see one is in README.md, "The paper's runs".
+At this size no gain from XSA is to be expected, and one seed could not tell one from chance; this shows that everything
+works. What a comparison that means something takes is in README.md, "The paper's runs".
 EOT
