@@ -1,32 +1,36 @@
 """What a training step costs: time and peak memory of this repository's step against NanoGPT's, and of XSA's against SA's.
 
-    python -m scripts.bench step                                                       # a CPU-sized shape, some minutes
+    python -m scripts.bench step                                                       # a CPU-sized shape, two to three minutes
     python -m scripts.bench step config/1.4b.py --global_batch_size=8 --compare=xsa --json=bench.json
 
-The command line is train.py's: config files, then --key=value. A step is an optimizer step as these give it: forward and
-backward over global_batch_size / micro_batch_size micro-batches, clipping, AdamW. Three flags are the benchmark's own:
+The command line is train.py's: config files, then --key=value. A step is an optimizer step as these give it, train.py's own
+for sa and xsa: forward and backward over global_batch_size / micro_batch_size micro-batches, clipping, AdamW. Flags of its own:
     --rounds=N       timed rounds (default 6); in each every arm makes one step, in an order that changes from round to round
     --compare=A,B    what to measure beside sa: nanogpt, xsa or both (default both)
     --json=FILE      also write every measurement, with versions and hardware
+
 Ratios of time are medians over rounds of the ratio within a round, so that a machine that is slow for a while is slow for all.
-Peak memory is taken in a process of its own for each arm, after a warm-up step. On CUDA it is torch's max_memory_allocated;
-on CPU it is the process's largest resident set less that before the model was built.
+
+Peak memory is that of a second step, in a fresh process for each arm. On CUDA it is torch's max_memory_allocated. On CPU it is
+the process's largest resident set less what is resident before the model is built, and that process is started with
+MALLOC_MMAP_THRESHOLD_=65536: by default glibc keeps freed blocks that are smaller than a threshold which grows as it goes, and
+what a step has freed would count as well. glibc reads the variable when a process starts; every arm has it.
 """
 
+import argparse
 import gc
 import itertools
 import json
 import math
 import multiprocessing
 import os
-import platform
-import resource
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +40,23 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
 
+import distributed
+from checkpoint import write_aside
 from configurator import Config, InputError, as_dict, load
-from model import GPT
-from tracker import peak_flops
-from train import autocast_dtype, configure_optimizer
+from data.shards import ArgumentParser
+from distributed import Ranks
+from model import GPT, IGNORE
+from tracker import environment, peak_flops
+from train import Run, autocast_dtype
 
 ARMS = ("nanogpt", "sa", "xsa")
-USAGE = "usage: python -m scripts.bench step [config/FILE.py ...] [--key=value ...] [--rounds=N] [--compare=A,B] [--json=FILE]"
+PAIRS = (("sa", "nanogpt"), ("xsa", "sa"))
 # Without a config file: GPT-2's width and vocabulary, cut in depth and length to what a CPU can do while one waits.
 DEFAULT_SHAPE = ["--n_layer=4", "--block_size=512", "--micro_batch_size=4", "--global_batch_size=4"]
-WARM_UP_STEPS = 2
+# Steps of this size load what a first step loads, libraries and thread pools, before memory is counted.
+TINY_SHAPE = {"n_layer": 1, "n_head": 1, "n_kv_head": 1, "n_embd": 32, "head_dim": 32, "vocab_size": 64, "block_size": 16,
+              "micro_batch_size": 1, "global_batch_size": 1, "compile": False}
+WARM_UP_ROUNDS = 2
 
 Batch = tuple[Tensor, Tensor]
 
@@ -67,14 +78,14 @@ class NanoGPTBlock(nn.Module):
         self.up = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
         self.down = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
         self.gelu = nn.GELU()
-        self.drop_attn, self.drop_mlp = nn.Dropout(config.dropout), nn.Dropout(config.dropout)
+        self.drop = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         B, T, _ = x.shape
         q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in self.qkv(self.ln_1(x)).chunk(3, dim=-1))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0)
-        x = x + self.drop_attn(self.proj(y.transpose(1, 2).contiguous().view(B, T, -1)))
-        return x + self.drop_mlp(self.down(self.gelu(self.up(self.ln_2(x)))))
+        x = x + self.drop(self.proj(y.transpose(1, 2).contiguous().view(B, T, -1)))
+        return x + self.drop(self.down(self.gelu(self.up(self.ln_2(x)))))
 
 
 class NanoGPT(nn.Module):
@@ -101,196 +112,188 @@ class NanoGPT(nn.Module):
         for block in self.h:
             x = block(x)
         logits = self.head(self.ln_f(x))
-        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
 
 
-# --- arms -------------------------------------------------------------------------------------------------------------------
+class NanoGPTRun:
+    """NanoGPT's training step, with the interface of train.Run: the whole model compiled, AdamW fused on CUDA only, clipping by
+    torch's function."""
 
-
-@dataclass
-class Machine:
-    """Where and how the arms run, from the settings."""
-
-    device: torch.device
-    dtype: torch.dtype
-    compile: bool
-
-    @classmethod
-    def of(cls, config: Config) -> "Machine":
-        name = config.device
-        if name == "auto":
-            name = "cuda" if torch.cuda.is_available() else "cpu"
-        device = torch.device(name)
-        if device.type not in ("cpu", "cuda"):
-            raise InputError(f"device must be cpu or cuda here, found {name}: peak memory cannot be read elsewhere")
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            raise InputError(f"device={name}, but torch sees {torch.cuda.device_count()} CUDA devices; use --device=cpu")
+    def __init__(self, config: Config, device: torch.device):
+        self.config = config
         dtype = autocast_dtype(config.dtype, device)
-        if dtype == torch.float16:
-            raise InputError("dtype must be float32 or bfloat16 here, found float16: its loss scaling skips steps")
-        return cls(device, dtype or torch.float32, device.type == "cuda" if config.compile is None else config.compile)
+        self.autocast = nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+        torch.set_float32_matmul_precision("high")  # it allows TF32, as train.py does
+        torch.manual_seed(config.seed)
+        with device:
+            self.model = NanoGPT(config)
+        groups = [{"params": [p for p in self.model.parameters() if p.ndim >= 2], "weight_decay": config.weight_decay},
+                  {"params": [p for p in self.model.parameters() if p.ndim < 2], "weight_decay": 0.0}]
+        fused = {"fused": True} if device.type == "cuda" else {}  # elsewhere the argument is not given at all
+        self.optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), **fused)
+        compiled = config.compile or (config.compile is None and device.type == "cuda")
+        self.forward = torch.compile(self.model) if compiled else self.model
 
-    def autocast(self) -> Any:
-        return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, dtype=self.dtype)
+    def train_step(self, batches: Iterator[Batch]) -> dict[str, float]:
+        """One optimizer step.
 
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-
-class Arm:
-    """One model with its optimizer; `step(batches)` is one optimizer step and returns the mean loss as a tensor."""
-
-    def __init__(self, name: str, config: Config, machine: Machine):
-        self.name, self.config, self.machine = name, config, machine
-        if name == "nanogpt":
-            torch.manual_seed(config.seed)
-            with machine.device:
-                self.raw = NanoGPT(config)
-            self.model = torch.compile(self.raw) if machine.compile else self.raw
-            # NanoGPT takes AdamW's fused form on CUDA only.
-            decayed = [p for p in self.raw.parameters() if p.ndim >= 2]
-            plain = [p for p in self.raw.parameters() if p.ndim < 2]
-            groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-            fused = {"fused": True} if machine.device.type == "cuda" else {}
-            self.optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), **fused)
-        else:
-            with machine.device:
-                self.raw = self.model = GPT(replace(config, attention=name).model_config(), seed=config.seed)
-            self.raw.activation_checkpointing = config.activation_checkpointing
-            if machine.compile:
-                for block in self.raw.h:
-                    block.compile()
-            self.optimizer = configure_optimizer(self.raw, config)
-
-    def step(self, batches: list[Batch]) -> Tensor:
-        total = torch.zeros((), device=self.machine.device)
-        for x, y in batches:
-            # NanoGPT's loop keeps the name `logits` bound through backward, which is part of its peak; ours are None.
-            with self.machine.autocast():
-                logits, loss = self.model(x, y)
-            (loss / len(batches)).backward()
-            total += loss.detach()
-        self._clip()
+        What is alive when is what NanoGPT's loop has alive: its model returns the logits beside the loss, in training too, and
+        `logits, loss = model(X, Y)` at the level of the script keeps them until the next assignment. So they last through
+        backward, whose start is the peak: logits, log-softmax and two gradients of that size beside all activations. (There
+        they last through the optimizer and the next forward pass as well, which never reaches this peak.)"""
+        config, n_micro_steps = self.config, self.config.accumulation(1)
+        for _ in range(n_micro_steps):
+            x, y = next(batches)
+            with self.autocast:
+                logits, loss = self.forward(x, y)
+                loss = loss / n_micro_steps
+            loss.backward()
+        if config.grad_clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         del logits
-        return total / len(batches)
-
-    def _clip(self) -> None:
-        if self.name == "nanogpt":
-            torch.nn.utils.clip_grad_norm_(self.raw.parameters(), self.config.grad_clip or math.inf)
-            return
-        gradients = [p.grad for p in self.raw.parameters()]  # train.py's way: the norm is looked at, then used
-        norm = torch.nn.utils.get_total_norm(gradients).item()
-        if self.config.grad_clip and norm > self.config.grad_clip:
-            torch._foreach_mul_(gradients, self.config.grad_clip / norm)
+        return {"loss": loss.item() * n_micro_steps}
 
 
-def random_batches(config: Config, machine: Machine) -> list[Batch]:
-    """The micro-batches of one step, uniform tokens: neither side's cost depends on which they are."""
-    generator = torch.Generator().manual_seed(config.seed)
-    shape = (config.micro_batch_size, config.block_size + 1)
-    tokens = [torch.randint(config.vocab_size, shape, generator=generator) for _ in range(config.accumulation(1))]
-    return [(t[:, :-1].contiguous().to(machine.device), t[:, 1:].contiguous().to(machine.device)) for t in tokens]
+class OurRun(Run):
+    """train.py's run without data, from which a step that is not finite could be told where it lies."""
+
+    def _count_bad_step(self, *_: Any) -> None:
+        """The step's loss is None, which ends the measurement."""
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------------
 
 
+class Arm:
+    """One of ARMS, built and ready to make steps on batches of uniform tokens: the cost does not depend on which they are."""
+
+    def __init__(self, name: str, config: Config, ranks: Ranks):
+        self.name, self.device = name, ranks.device
+        if name == "nanogpt":
+            self.run = NanoGPTRun(config, ranks.device)
+        else:
+            self.run = OurRun(replace(config, attention=name), ranks)
+            self.run._build(None)
+        generator = torch.Generator().manual_seed(config.seed)
+        shape = (config.micro_batch_size, config.block_size + 1)
+        tokens = (torch.randint(config.vocab_size, shape, generator=generator) for _ in range(config.accumulation(1)))
+        self.batches = itertools.cycle([(t[:, :-1].to(ranks.device), t[:, 1:].to(ranks.device)) for t in tokens])
+
+    def step(self) -> float:
+        """Milliseconds of one optimizer step."""
+        _synchronize(self.device)
+        start = time.perf_counter()
+        loss = self.run.train_step(self.batches)["loss"]
+        _synchronize(self.device)
+        elapsed = 1000 * (time.perf_counter() - start)
+        if loss is None or not math.isfinite(loss):
+            raise RuntimeError(f"the loss of {self.name} is not finite: what its step costs means nothing")
+        return elapsed
+
+
 def measure_memory(name: str, config: Config) -> int:
-    """Peak bytes of one arm's step in a fresh process (see the module's docstring)."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_peak_memory, name, config, torch.get_num_threads()).result()
+    """Peak bytes of one arm's second step, in a process of its own (see the module's docstring)."""
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
+    try:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            return pool.submit(_peak_memory, name, config).result()
+    finally:
+        del os.environ["MALLOC_MMAP_THRESHOLD_"]
 
 
-def _peak_memory(name: str, config: Config, n_threads: int) -> int:
-    torch.set_num_threads(n_threads)
-    machine = Machine.of(config)
-    before = _largest_resident_set()
-    batches = random_batches(config, machine)
-    arm = Arm(name, config, machine)
-    arm.step(batches)
-    if machine.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(machine.device)
-        arm.step(batches)
-        return torch.cuda.max_memory_allocated(machine.device)
-    arm.step(batches)
-    return _largest_resident_set() - before
+def _peak_memory(name: str, config: Config) -> int:
+    ranks = distributed.start(config)
+    if ranks.device.type == "cuda":
+        arm = Arm(name, config, ranks)
+        arm.step()  # makes AdamW's state, and compiles
+        torch.cuda.reset_peak_memory_stats(ranks.device)
+        arm.step()
+        return torch.cuda.max_memory_allocated(ranks.device)
+    Arm(name, replace(config, **TINY_SHAPE), ranks).step()
+    before = _status("VmRSS")
+    arm = Arm(name, config, ranks)
+    arm.step()
+    arm.step()
+    return _status("VmHWM") - before
 
 
-def _largest_resident_set() -> int:
-    """Bytes. Linux counts it in KiB, macOS in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+def _status(key: str) -> int:
+    """Bytes. Not getrusage: its maximum has the parent's memory in it, from between fork and exec."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(key + ":")).split()[1])
 
 
 def measure_time(names: list[str], config: Config, rounds: int) -> dict[str, list[float]]:
     """Milliseconds of each arm's step, round by round. All arms are in memory at once and take turns."""
-    machine = Machine.of(config)
-    batches = random_batches(config, machine)
-    arms = {name: Arm(name, config, machine) for name in names}
+    ranks = distributed.start(config)
+    arms = {name: Arm(name, config, ranks) for name in names}
     times: dict[str, list[float]] = {name: [] for name in names}
     orders = list(itertools.permutations(names))
     gc.collect()
     gc.disable()  # a collection would land in whichever arm's turn it is
     try:
-        for r in tqdm(range(-WARM_UP_STEPS, rounds), desc="rounds", disable=None):
-            for name in orders[r % len(orders)]:
-                machine.synchronize()
-                start = time.perf_counter()
-                loss = arms[name].step(batches)
-                machine.synchronize()
-                elapsed = 1000 * (time.perf_counter() - start)
-                if not math.isfinite(loss.item()):
-                    raise RuntimeError(f"the loss of arm {name} is {loss.item()} in round {r}: its time means nothing")
-                if r >= 0:
+        for i in tqdm(range(-WARM_UP_ROUNDS, rounds), desc="rounds", disable=None):
+            for name in orders[i % len(orders)]:
+                elapsed = arms[name].step()
+                if i >= 0:
                     times[name].append(elapsed)
     finally:
         gc.enable()
     return times
 
 
-# --- reporting --------------------------------------------------------------------------------------------------------------
+def estimate_minutes(config: Config, n_arms: int, rounds: int, device: torch.device) -> float:
+    """How long it will take, roughly: a step is taken to run at half of the speed that a matrix product has here, a process to
+    start in five seconds, and a compilation to take forty (it is done twice, the second time from the compiler's cache)."""
+    size = 8192 if device.type == "cuda" else 1024
+    a = torch.randn(size, size, device=device, dtype=autocast_dtype(config.dtype, device) or torch.float32)
+    seconds = math.inf
+    for _ in range(5):
+        _synchronize(device)
+        start = time.perf_counter()
+        a @ a
+        _synchronize(device)
+        seconds = min(seconds, time.perf_counter() - start)
+    compiled = config.compile or (config.compile is None and device.type == "cuda")
+    step_s = _flops_per_token(config) * config.global_batch_size * config.block_size / (size**3 / seconds)
+    return n_arms * ((2 + WARM_UP_ROUNDS + rounds) * step_s + 5 + 60 * compiled) / 60
 
 
-def hardware(machine: Machine) -> dict[str, Any]:
-    found: dict[str, Any] = {"cpu": _cpu_name(), "threads": torch.get_num_threads(), "device": machine.device.type}
-    if machine.device.type == "cuda":
-        found["gpu"] = torch.cuda.get_device_name(machine.device)
-    return found
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+def _flops_per_token(config: Config) -> int:
+    with torch.device("meta"):
+        return GPT(config.model_config()).flops_per_token()
+
+
+# --- telling ----------------------------------------------------------------------------------------------------------------
 
 
 def summarize(times: dict[str, list[float]], memory: dict[str, int], config: Config, peak: float | None) -> dict[str, Any]:
-    """Per arm: median and quartiles of the step, tokens/s, MFU, peak memory; per pair of arms: ratios."""
-    tokens = config.global_batch_size * config.block_size
-    with torch.device("meta"):
-        flops = GPT(config.model_config()).flops_per_token()
-    arms: dict[str, Any] = {}
+    """Per arm: median and quartiles of the step, tokens/s, MFU, peak memory; per pair of arms: ratios. `peak` is the device's in
+    FLOP/s, None where it is not known."""
+    arms, ratios = {}, {}
     for name, ms in times.items():
-        low, median, high = statistics.quantiles(ms, n=4, method="inclusive")
-        rate = tokens / median * 1000
+        low, median, high = _quartiles(ms)
+        rate = config.global_batch_size * config.block_size / median * 1000
         arms[name] = {
             "step_ms": ms, "step_ms_quartiles": [low, median, high], "tokens_per_s": rate,
-            "mfu": rate * flops / peak if peak else None, "peak_memory_bytes": memory[name],
+            "mfu": rate * _flops_per_token(config) / peak if peak else None, "peak_memory_bytes": memory[name],
         }
-    ratios: dict[str, Any] = {}
-    for a, b in (("sa", "nanogpt"), ("xsa", "sa")):
+    for a, b in PAIRS:
         if a in times and b in times:
-            per_round = [x / y for x, y in zip(times[a], times[b], strict=True)]
-            ratios[f"{a}/{b}"] = {
-                "time": statistics.median(per_round),
-                "time_quartiles": statistics.quantiles(per_round, n=4, method="inclusive"),
-                "memory": memory[a] / memory[b],
-            }
+            low, median, high = _quartiles([x / y for x, y in zip(times[a], times[b], strict=True)])
+            ratios[f"{a}/{b}"] = {"time": median, "time_quartiles": [low, median, high], "memory": memory[a] / memory[b]}
     return {"arms": arms, "ratios": ratios}
+
+
+def _quartiles(values: list[float]) -> list[float]:
+    return statistics.quantiles(values, n=4, method="inclusive")
 
 
 def table(result: dict[str, Any]) -> str:
@@ -298,80 +301,67 @@ def table(result: dict[str, Any]) -> str:
     for name, arm in result["arms"].items():
         low, median, high = arm["step_ms_quartiles"]
         mfu = "n/a" if arm["mfu"] is None else f"{arm['mfu']:.3f}"
-        lines.append(
-            f"{name:8}  {median:9.1f}  {low:8.1f} - {high:8.1f}  {arm['tokens_per_s']:10,.0f}  {mfu:>6}  "
-            f"{arm['peak_memory_bytes'] / 2**20:7,.0f} MiB"
-        )
+        lines.append(f"{name:8}  {median:9.1f}  {low:8.1f} - {high:8.1f}  {arm['tokens_per_s']:10,.0f}  {mfu:>6}  "
+                     f"{arm['peak_memory_bytes'] / 2**20:7,.0f} MiB")
     for pair, ratio in result["ratios"].items():
-        low, _, high = ratio["time_quartiles"]
-        lines.append(f"{pair}: time {ratio['time']:.3f} (quartiles {low:.3f} - {high:.3f}), peak memory {ratio['memory']:.3f}")
+        low, median, high = ratio["time_quartiles"]
+        lines.append(f"{pair}: time {median:.3f} (quartiles {low:.3f} - {high:.3f}), peak memory {ratio['memory']:.3f}")
     return "\n".join(lines)
 
 
-def figures(result: dict[str, Any], config: Config, machine: Machine, gpu: str | None) -> list[str]:
-    """One line for each figure that this project holds itself to and that this run can speak of."""
-    on_gpu = machine.device.type == "cuda"
-    ours, xsa = result["ratios"].get("sa/nanogpt"), result["ratios"].get("xsa/sa")
+def figures(result: dict[str, Any], config: Config, device: str, compiled: bool) -> list[str]:
+    """One line for each figure that this project holds itself to and that this run can speak of. `device` is cpu or a GPU's
+    name."""
     lines = []
-    if ours:
-        lines.append(_verdict("step time, sa / nanogpt", ours["time"], 1.0))
-        wide = config.vocab_size == 50304
-        lines.append(_verdict("peak memory, sa / nanogpt", ours["memory"], 0.7 if wide else None, "set for vocab_size=50304"))
-    if xsa:
-        limit = None if on_gpu and not machine.compile else 1.01 if on_gpu else 1.02
-        lines.append(_verdict("step time, xsa / sa", xsa["time"], limit, "set for compiled GPU steps"))
-        lines.append(_verdict("peak memory, xsa / sa", xsa["memory"], 1.02))
-    for name, arm in result["arms"].items():
-        if arm["mfu"] is not None and name != "nanogpt":
-            shape = (config.n_layer, config.n_embd, config.n_head, config.head_dim, config.block_size)
-            asked = "H200" in (gpu or "") and machine.compile and shape == (24, 2048, 24, 128, 2048)
-            low = 0.55 if asked else None
-            lines.append(_verdict(f"MFU, {name}", arm["mfu"], low, "set for 1.4B compiled on an H200", at_least=True))
+    if ratio := result["ratios"].get("sa/nanogpt"):
+        lines.append(_verdict("step time, sa / nanogpt", ratio["time"], 1.0))
+        if config.vocab_size == 50304:
+            lines.append(_verdict("peak memory, sa / nanogpt", ratio["memory"], 0.7))
+    if ratio := result["ratios"].get("xsa/sa"):
+        if device == "cpu" or compiled:
+            lines.append(_verdict("step time, xsa / sa", ratio["time"], 1.02 if device == "cpu" else 1.01))
+        lines.append(_verdict("peak memory, xsa / sa", ratio["memory"], 1.02))
+    shape = (config.n_layer, config.n_embd, config.n_head, config.head_dim, config.block_size)
+    if "H200" in device and compiled and shape == (24, 2048, 24, 128, 2048):
+        for name in ("sa", "xsa"):
+            if name in result["arms"]:
+                lines.append(_verdict(f"MFU, {name}", result["arms"][name]["mfu"], 0.55, at_least=True))
     return lines
 
 
-def _verdict(what: str, found: float, limit: float | None, scope: str = "", at_least: bool = False) -> str:
-    line = f"{what:26} {found:.3f}"
-    if limit is None:
-        return f"{line}  no figure here ({scope})"
+def _verdict(what: str, found: float, limit: float, at_least: bool = False) -> str:
     gap = (found - limit if at_least else limit - found) / limit
-    word = "held, to spare" if gap >= 0 else "missed by"
-    return f"{line}  {'>=' if at_least else '<='} {limit:.2f}  {word} {abs(gap):.1%}"
+    word = f"held, {gap:.1%} to spare" if gap >= 0 else f"missed by {-gap:.1%}"
+    return f"{what:26} {found:.3f}  {'at least' if at_least else 'at most'} {limit:.2f}: {word}"
 
 
 # --- command line -----------------------------------------------------------------------------------------------------------
 
 
-def parse(argv: list[str]) -> tuple[Config, dict[str, Any]]:
-    """The run's settings and the benchmark's own: rounds, arms, json. Raises InputError."""
-    if argv[:1] != ["step"]:
-        raise InputError(f"the first argument must be step, found {argv[0] if argv else 'nothing'}; {USAGE}")
-    own: dict[str, Any] = {"rounds": "6", "compare": "nanogpt,xsa", "json": None}
-    rest = []
-    for arg in argv[1:]:
-        key, equals, value = arg.removeprefix("--").partition("=")
-        if arg.startswith("--") and key in own:
-            if not value:
-                raise InputError(f"--{key} needs a value: --{key}=VALUE; {USAGE}")
-            own[key] = value
-        else:
-            rest.append(arg)
-    if not own["rounds"].isdecimal() or int(own["rounds"]) < 2:
-        raise InputError(f"--rounds must be a whole number of at least 2, found {own['rounds']!r}")
-    compared = own["compare"].split(",")
-    unknown = [name for name in compared if name not in ("nanogpt", "xsa")]
-    if unknown:
-        raise InputError(f"--compare takes nanogpt and xsa, found {unknown[0]!r}")
-    if own["json"] and not Path(own["json"]).resolve().parent.is_dir():
-        raise InputError(f"--json={own['json']}: there is no folder {Path(own['json']).parent}")
-    has_file = any(not arg.startswith("-") for arg in rest)
+def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
+    """The benchmark's flags (rounds, arms, json) and the run's settings. Raises InputError."""
+    parser = ArgumentParser(prog="python -m scripts.bench", add_help=False)
+    parser.add_argument("what", choices=["step"], metavar="step")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--compare", default="nanogpt,xsa")
+    parser.add_argument("--json", type=Path)
+    own, rest = parser.parse_known_args(argv)
+    if own.rounds < 2:
+        raise InputError(f"--rounds: wanted at least 2, found {own.rounds}")
+    compared = own.compare.split(",")
+    if unknown := [name for name in compared if name not in ("nanogpt", "xsa")]:
+        raise InputError(f"--compare: wanted nanogpt, xsa or both, found {unknown[0]!r}")
+    if own.json and not own.json.parent.is_dir():
+        raise InputError(f"--json: no folder {own.json.parent}")
+    own.arms = [name for name in ARMS if name == "sa" or name in compared]
+    has_file = any(not argument.startswith("-") for argument in rest)
     config = load(rest if has_file else DEFAULT_SHAPE + rest)
-    if "nanogpt" in compared and (config.n_kv_head != config.n_head or config.n_sink):
-        raise InputError("NanoGPT has neither n_kv_head nor n_sink: compare with --compare=xsa alone")
     config.accumulation(1)
-    Machine.of(config)
-    names = [name for name in ARMS if name == "sa" or name in compared]
-    return config, {"rounds": int(own["rounds"]), "arms": names, "json": own["json"]}
+    if "nanogpt" in compared and (config.n_kv_head != config.n_head or config.n_sink):
+        raise InputError("NanoGPT has neither n_kv_head nor n_sink: use --compare=xsa")
+    if config.dtype == "float16":
+        raise InputError("dtype: wanted float32 or bfloat16, found float16: its loss scale skips steps")
+    return own, config
 
 
 def main(argv: list[str]) -> int:
@@ -379,39 +369,40 @@ def main(argv: list[str]) -> int:
         print(__doc__)
         return 0
     try:
-        config, own = parse(argv)
+        own, config = parse(argv)
+        device = distributed.start(config).device
+        if device.type not in ("cpu", "cuda"):
+            raise InputError(f"device: wanted cpu or cuda, found {device}: peak memory cannot be read elsewhere")
+        if device.type == "cpu" and not Path("/proc/self/status").exists():
+            raise InputError("peak memory on CPU is read from /proc, which this system does not have")
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    machine = Machine.of(config)
-    machine_facts = hardware(machine)
+    facts = environment(device)
+    compiled = config.compile or (config.compile is None and device.type == "cuda")
+    dtype = str(autocast_dtype(config.dtype, device) or torch.float32).removeprefix("torch.")
+    minutes = estimate_minutes(config, len(own.arms), own.rounds, device)
     print(
-        f"{', '.join(own['arms'])}: {config.n_layer} layers, n_embd {config.n_embd}, n_head {config.n_head} of "
-        f"{config.head_dim}, vocab_size {config.vocab_size}; a step is {config.global_batch_size} sequences of "
-        f"{config.block_size} tokens, {config.micro_batch_size} at a time; {str(machine.dtype).removeprefix('torch.')}, "
-        f"{'compiled' if machine.compile else 'eager'}, torch {torch.__version__}, "
-        + ", ".join(f"{key} {value}" for key, value in machine_facts.items())
+        f"{', '.join(own.arms)} on {facts['hardware']['device']}, torch {torch.__version__}, {dtype}, "
+        f"{'compiled' if compiled else 'eager'}\n"
+        f"{config.n_layer} layers, width {config.n_embd}, {config.n_head} heads of {config.head_dim}, vocabulary "
+        f"{config.vocab_size}; a step is {config.global_batch_size} sequences of {config.block_size} tokens, "
+        f"{config.micro_batch_size} at a time\n"
+        f"first each arm's peak memory in a process of its own, then {WARM_UP_ROUNDS} rounds to warm up and {own.rounds} timed "
+        f"ones: about {minutes:.1f} minutes",
+        flush=True,
     )
-    memory = {name: measure_memory(name, config) for name in tqdm(own["arms"], desc="peak memory", disable=None)}
-    times = measure_time(own["arms"], config, own["rounds"])
-    result = summarize(times, memory, config, peak_flops(machine_facts["gpu"]) if "gpu" in machine_facts else None)
+    memory = {name: measure_memory(name, config) for name in tqdm(own.arms, desc="peak memory", disable=None)}
+    times = measure_time(own.arms, config, own.rounds)
+    name = facts["hardware"]["device"] if device.type == "cuda" else "cpu"
+    result = summarize(times, memory, config, peak_flops(name))
     print(table(result))
-    print("\n".join(figures(result, config, machine, machine_facts.get("gpu"))))
-    if own["json"]:
-        versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
-        record = {"config": as_dict(config), **result, "rounds": own["rounds"], "compiled": machine.compile,
-                  "dtype": str(machine.dtype).removeprefix("torch."), "versions": versions, "hardware": machine_facts}
-        _write_json(Path(own["json"]), record)
+    print("\n".join(figures(result, config, name, compiled)))
+    if own.json:
+        record = {**result, "config": as_dict(config), "rounds": own.rounds, "compiled": compiled,
+                  "dtype": dtype, **facts}
+        write_aside(own.json, json.dumps(record, indent=1) + "\n")
     return 0
-
-
-def _write_json(path: Path, record: dict[str, Any]) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(record, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 if __name__ == "__main__":
