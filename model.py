@@ -165,6 +165,25 @@ def _inverse_square(v: Tensor) -> Tensor:
     return torch.where(square >= torch.finfo(v.dtype).tiny, square.reciprocal(), 0)
 
 
+class ChunkLoss(nn.Module):
+    """Loss and gradient of some rows of logits (N, V): reads and writes that many numbers and nothing else, so that on a GPU it
+    is worth compiling. A module without weights, to be compiled in place as the blocks are."""
+
+    def forward(self, logits: Tensor, targets: Tensor, need_grad: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Summed cross entropy over targets (N,) but IGNORE, in fp32 or wider; with need_grad also its gradient by the logits,
+        in their dtype: (N, V) of softmax, and (N, 1) of what belongs in its place at the targets."""
+        p = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        counted = (targets != IGNORE)[:, None].to(p.dtype)
+        top = p.amax(-1, keepdim=True)
+        picked = p.gather(-1, targets.clamp(min=0)[:, None]) - top
+        total = p.sub_(top).exp_().sum(-1, keepdim=True)
+        loss = ((total.log() - picked) * counted).sum()
+        if not need_grad:
+            return loss, None, None
+        share = counted / total
+        return loss, p.mul_(share).to(logits.dtype), (picked.exp() * share - counted).to(logits.dtype)
+
+
 class LinearCrossEntropy(torch.autograd.Function):
     """Mean cross entropy of x (N, C) @ weight.T (C, V) against targets (N,), `rows` rows of logits at a time.
 
@@ -172,29 +191,23 @@ class LinearCrossEntropy(torch.autograd.Function):
     Matrix products in x's dtype, everything else and the result in fp32 or wider. No double backward."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, rows: int, need_grad: bool) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, chunk_loss: ChunkLoss, rows: int, need_grad: bool) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         w = weight.to(x.dtype)
-        counted = (targets != IGNORE).to(wide)
-        loss = counted.new_zeros(())
+        loss = x.new_zeros((), dtype=wide)
         dx = torch.empty_like(x) if need_grad else None
         dweight = torch.zeros_like(weight, dtype=wide) if need_grad else None
         for start in range(0, len(x), rows):
             chunk = slice(start, start + rows)
-            p = (x[chunk] @ w.T).to(wide)
-            target = targets[chunk].clamp(min=0)[:, None]
-            top, picked = p.amax(-1, keepdim=True), p.gather(-1, target)
-            total = p.sub_(top).exp_().sum(-1, keepdim=True)
-            loss += ((total.log() + top - picked)[:, 0] * counted[chunk]).sum()
+            chunk_sum, dlogits, at_target = chunk_loss(x[chunk] @ w.T, targets[chunk], need_grad)
+            loss += chunk_sum
             if need_grad:
-                # d loss / d logits is softmax - onehot. The 1/N of the mean waits until backward, where fp16's loss scale
-                # is known: applied here it would round the small entries to zero.
-                p.div_(total)
-                p.scatter_(-1, target, p.gather(-1, target) - 1).mul_(counted[chunk, None])
-                p = p.to(x.dtype)
-                torch.mm(p, w, out=dx[chunk])
-                dweight += p.T @ x[chunk]
-        n = counted.sum()
+                # The 1/N of the mean waits until backward, where fp16's loss scale is known: applied here it would round small
+                # entries to zero.
+                dlogits.scatter_(-1, targets[chunk].clamp(min=0)[:, None], at_target)
+                torch.mm(dlogits, w, out=dx[chunk])
+                dweight += dlogits.T @ x[chunk]
+        n = (targets != IGNORE).sum()
         ctx.save_for_backward(dx, dweight, n)
         return loss / n
 
@@ -204,7 +217,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         dx, dweight, n = ctx.saved_tensors
         scale = dloss / n
         # In place: a second backward through the same graph then fails on the saved tensor's version instead of costing V x C.
-        return (dx * scale).to(dx.dtype), dweight.mul_(scale), None, None, None
+        return (dx * scale).to(dx.dtype), dweight.mul_(scale), None, None, None, None
 
 
 def loss_rows(device: torch.device) -> int:
@@ -212,7 +225,7 @@ def loss_rows(device: torch.device) -> int:
     return 512 if device.type == "cpu" else 4096
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk_loss: ChunkLoss) -> Tensor:
     """Mean cross entropy in nats of logits x (N, C) @ weight.T (C, V), targets (N,) with IGNORE left out; no N x V tensor."""
     rows = loss_rows(x.device)
     # torch's chunked form (2.13 and newer) rounds the loss itself to a half-precision input's dtype, steps of 0.016 at a
@@ -220,7 +233,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     if hasattr(nn, "LinearCrossEntropyOptions") and x.dtype in (torch.float32, torch.float64):
         options = nn.LinearCrossEntropyOptions(batch_chunk_size=rows)
         return F.linear_cross_entropy(x, weight, targets, ignore_index=IGNORE, options=options)
-    return LinearCrossEntropy.apply(x, weight, targets, rows, torch.is_grad_enabled())
+    return LinearCrossEntropy.apply(x, weight, targets, chunk_loss, rows, torch.is_grad_enabled())
 
 
 class KVCache:
@@ -312,6 +325,7 @@ class GPT(nn.Module):
             self.drop = nn.Dropout(config.dropout)
             self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
             self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
+            self.chunk_loss = ChunkLoss()
         self.to_empty(device=device)
         if device.type != "meta":
             self.init_weights(int(torch.randint(2**62, (), device="cpu")) if seed is None else seed)
@@ -340,7 +354,7 @@ class GPT(nn.Module):
         if torch.is_autocast_enabled(x.device.type):  # as it would for F.linear; LayerNorm's result is fp32
             x = x.to(torch.get_autocast_dtype(x.device.type))
         with torch.autocast(x.device.type, enabled=False):
-            return None, linear_cross_entropy(x.flatten(0, 1), self.wte.weight, targets.flatten())
+            return None, linear_cross_entropy(x.flatten(0, 1), self.wte.weight, targets.flatten(), self.chunk_loss)
 
     def _hidden(self, idx: Tensor, caches: list[KVCache] | None = None) -> Tensor:
         """The final LayerNorm's output (B, T, C). Sinks take the first positions and are gone from the result."""
@@ -360,6 +374,11 @@ class GPT(nn.Module):
             else:
                 x = block(x, rope, caches[i] if caches else None)
         return self.ln_f(x[:, sinks:])
+
+    def compile_parts(self) -> None:
+        """torch.compile, part by part and in place: one block's code serves all, and no parameter changes its name."""
+        for part in (*self.h, self.chunk_loss):
+            part.compile()
 
     def num_params(self) -> int:
         """Weights outside the embedding (and its tied head) and the sinks: the paper's count."""

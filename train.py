@@ -198,8 +198,7 @@ class Run:
         if state is not None:
             self._restore(state)
         if config.compile or (config.compile is None and device.type == "cuda"):
-            for block in self.model.h:  # one block's code serves all, and no parameter changes its name
-                block.compile()
+            self.model.compile_parts()
         self.parallel = self.ranks.wrap(self.model)
         self.parameters = list(self.model.parameters())
 

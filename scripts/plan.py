@@ -240,8 +240,7 @@ def _steps(config: Config, device: torch.device, dtype: torch.dtype | None) -> f
     model.activation_checkpointing = config.activation_checkpointing
     optimizer = configure_optimizer(model, config)
     if config.compile or (config.compile is None and device.type == "cuda"):
-        for block in model.h:
-            block.compile()
+        model.compile_parts()
     idx = torch.randint(config.vocab_size, (config.micro_batch_size, config.block_size), device=device)
     seconds = 0.0
     for _ in range(3):
