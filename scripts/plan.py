@@ -112,10 +112,14 @@ def rehearse(config: Config, micro_batch_size: int, device_type: str = "cuda") -
                 kept = live.now
 
             model.ln_f.register_forward_hook(note)
+            called: set[nn.Linear] = set()  # autocast keeps a copy of their weights; our own functions cast in passing
+            for module in model.modules():
+                if isinstance(module, nn.Linear):
+                    module.register_forward_hook(lambda module, *_: called.add(module))
             with torch.autocast("cpu", torch.bfloat16, enabled=half):
                 _, loss = model(idx, idx)
             loss.backward()
-    copies = 2 * sum(m.weight.numel() for m in model.h.modules() if isinstance(m, nn.Linear)) if half else 0
+    copies = 2 * sum(module.weight.numel() for module in called) if half else 0
     masked = 1 + 2 * (1 if config.activation_checkpointing else config.n_layer)  # the embedding's and two a block
     masks = tokens * config.n_embd * masked if config.dropout else 0
     head = _loss_bytes(config, tokens, loss_rows(torch.device(device_type)), half)

@@ -56,16 +56,16 @@ def test_activations_are_those_that_autograd_keeps(shape, attention, dtype):
 @pytest.mark.parametrize("attention", ["sa", "xsa"])
 def test_activations_against_a_count_by_hand(attention):
     """Per token and layer the backward pass reads: two residuals, two LayerNorms' outputs, q, k, v, y, and the MLP's hidden
-    state before and after GELU, 16 C in all at H d = C; what is kept beyond that is at most a quarter."""
+    state before GELU, 12 C in all at H d = C; what is kept beyond that is at most a tenth."""
     config = Config(**TINY | {"attention": attention, "n_layer": 8})
     tokens = 4 * config.block_size
-    floor = 4 * tokens * config.n_embd * 16 * config.n_layer
-    assert floor <= plan.rehearse(config, micro_batch_size=4).activations <= 1.25 * floor
+    floor = 4 * tokens * config.n_embd * 12 * config.n_layer
+    assert floor <= plan.rehearse(config, micro_batch_size=4).activations <= 1.1 * floor
 
 
-def test_xsa_keeps_at_most_its_output_more_than_sa():
+def test_xsa_keeps_no_activation_more_than_sa():
     sa, xsa = (plan.rehearse(Config(**TINY | {"attention": a}), 8) for a in ("sa", "xsa"))
-    assert 0 <= xsa.activations - sa.activations <= 4 * 8 * 64 * 96 * 3
+    assert xsa.activations == sa.activations
     assert xsa.weights == sa.weights
 
 
