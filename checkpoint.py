@@ -4,6 +4,7 @@ A checkpoint is `ckpt_<step, 8 digits>.pt`, a dict of plain tensors and plain Py
 It is written under a temporary name, flushed to the disk and renamed; `latest`, a text file with its name, is written last.
 """
 
+import fcntl
 import os
 import re
 import sys
@@ -17,21 +18,21 @@ import torch
 from configurator import Config, InputError, as_dict
 
 # The state of a run, whole: what save() wants is what load() insists on.
-KEYS = frozenset({
-    "model",  # state dict, bare names (no "module." of DDP, no "_orig_mod." of torch.compile)
-    "optimizer",  # state dict
-    "scaler",  # state dict of fp16's gradient scaler, empty otherwise
-    "step",  # optimizer steps completed
-    "tokens",  # training tokens seen
-    "evaluated_step",  # step of the last finished evaluation, -1 for none: a resumed run does not repeat it
-    "best_val_loss",  # None before the first evaluation
-    "bad_steps",  # steps skipped for a non-finite loss or gradient
-    "bad_steps_in_row",
-    "rng",  # torch's global CPU generator; batches and dropout are functions of (seed, step) and need none
-    "config",  # every setting
-    "data",  # fingerprint, tokenizer and vocabulary size of the data set
-    "wandb_id",  # None without wandb
-})
+KEYS: dict[str, Any] = {
+    "model": dict,  # state dict, bare names (no "module." of DDP, no "_orig_mod." of torch.compile)
+    "optimizer": dict,  # state dict
+    "scaler": dict,  # state dict of fp16's gradient scaler, empty otherwise
+    "step": int,  # optimizer steps completed
+    "tokens": int,  # training tokens seen
+    "evaluated_step": int,  # step of the last finished evaluation, -1 for none: a resumed run does not repeat it
+    "best_val_loss": float | None,  # None before the first evaluation
+    "bad_steps": int,  # steps skipped for a non-finite loss or gradient
+    "bad_steps_in_row": int,
+    "rng": torch.Tensor,  # torch's global CPU generator; batches and dropout are functions of (seed, step) and need none
+    "config": dict,  # every setting
+    "data": dict,  # fingerprint, tokenizer and vocabulary size of the data set
+    "wandb_id": str | None,  # None without wandb
+}
 _NAME = re.compile(r"ckpt_(\d{8})\.pt")
 _MARKER = "latest"
 _UNFINISHED = ".nanoxsa.tmp"  # a suffix of our own: out_dir may be a folder with other programs' temporaries
@@ -53,7 +54,7 @@ def list_checkpoints(out_dir: str | Path) -> list[Path]:
 def save(out_dir: str | Path, state: dict[str, Any], keep: int, milestone_interval: int = 0) -> Path:
     """Saves `state` and removes older checkpoints but the newest `keep` and the milestones. Raises OSError where the disk
     refuses; what was there before is then still there."""
-    if missing := KEYS ^ state.keys():
+    if missing := KEYS.keys() ^ state.keys():
         raise ValueError(f"a checkpoint holds exactly {sorted(KEYS)}; differs in {sorted(missing)}")
     path = path_of(out_dir, state["step"])
     write_aside(path, lambda file: torch.save(state, file))
@@ -115,8 +116,14 @@ def load(path: str | Path, device: torch.device | str = "cpu", mmap: bool = Fals
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(f"{path} cannot be read as a checkpoint: {reason}") from None
     keys = state.keys() if isinstance(state, dict) else set()
-    if missing := sorted(KEYS - keys):
+    if missing := sorted(KEYS.keys() - keys):
         raise InputError(f"{path} is no checkpoint to continue from: it lacks {', '.join(missing)}")
+    for key, kind in KEYS.items():
+        if not isinstance(state[key], kind):
+            raise InputError(f"{path} is no checkpoint to continue from: {key} is {state[key]!r:.80}, wanted {kind}")
+    named = _NAME.fullmatch(Path(path).name)
+    if state["step"] < 0 or (named and int(named[1]) != state["step"]):
+        raise InputError(f"{path} is no checkpoint to continue from: it holds step {state['step']}")
     return state
 
 
@@ -160,11 +167,13 @@ def check(path: Path, state: dict[str, Any], config: Config, fingerprint: str) -
         if saved.get(key) != value:
             raise InputError(f"{path} has {key}={saved.get(key)!r}, the settings say {key}={value!r}; a run continues with "
                              f"the model it had")
-    if state["data"]["fingerprint"] != fingerprint and not config.eval_only:
-        raise InputError(f"{path} was trained on other data (fingerprint {state['data']['fingerprint'][:12]}) than dataset "
-                         f"{config.dataset} has (fingerprint {fingerprint[:12]})")
-    if saved["global_batch_size"] != config.global_batch_size and not config.eval_only:
-        raise InputError(f"{path} has global_batch_size={saved['global_batch_size']}, the settings say "
+    if config.eval_only:
+        return
+    if (trained_on := state["data"].get("fingerprint")) != fingerprint:
+        raise InputError(f"{path} was trained on other data (fingerprint {trained_on!s:.12}) than dataset {config.dataset} has "
+                         f"(fingerprint {fingerprint:.12})")
+    if saved.get("global_batch_size") != config.global_batch_size:
+        raise InputError(f"{path} has global_batch_size={saved.get('global_batch_size')}, the settings say "
                          f"{config.global_batch_size}; a run continues with the batches it had")
 
 
@@ -178,11 +187,36 @@ def write_aside(path: Path, content: str | Callable[[BinaryIO], object]) -> None
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if reason := _disk_error(error):
+            raise OSError(f"{path} cannot be written: {reason.strerror or reason}") from error
         raise
     directory = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(directory)  # the rename itself must survive a power cut
     finally:
         os.close(directory)
+
+
+def _disk_error(error: BaseException | None) -> OSError | None:
+    """The operating system's word in an error or in what led to it: torch.save hides a full disk behind an error of its own."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__context__
+    return error
+
+
+def lock(out_dir: str | Path) -> Callable[[], None]:
+    """Makes this process the only run in a folder, until it ends or calls what is returned. Raises InputError if there is one.
+
+    A lock of the operating system on the folder itself: nothing is left behind by a crash. Where the file system has no
+    locks there is none."""
+    descriptor = os.open(out_dir, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise InputError(f"out_dir={out_dir} belongs to a run that is still going; stop it, or use another out_dir") from None
+    except OSError:
+        pass
+    return lambda: os.close(descriptor)

@@ -8,7 +8,7 @@ import signal
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -32,6 +32,32 @@ def is_local_master() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
+class StopRequest:
+    """From its creation on, a stop signal is noted in `signal` instead of ending the process."""
+
+    def __init__(self) -> None:
+        self.signal: str | None = None
+        self._handlers = {}
+        for number in STOP_SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # nohup asks that closing the terminal does not stop the run
+            self._handlers[number] = signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: object) -> None:
+        self.signal = signal.Signals(number).name
+
+    def ignore(self) -> None:
+        """Once the exit status is known: no further request spoils it. Python takes its own handlers away before it is gone."""
+        for number in self._handlers:
+            signal.signal(number, signal.SIG_IGN)
+
+    def restore(self) -> None:
+        """Gives the signals back to whoever had them."""
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers.clear()
+
+
 @dataclass
 class Ranks:
     """This process's place among the ranks of a run."""
@@ -39,8 +65,12 @@ class Ranks:
     rank: int
     world_size: int
     device: torch.device
-    stop_signal: str | None = field(default=None, init=False)  # of this process; stop_requested() is what all agree on
-    _handlers: dict = field(default_factory=dict, init=False)
+    stop: StopRequest | None = None  # of this process; stop_requested() is what all agree on
+
+    @property
+    def asked_to_stop(self) -> bool:
+        """Whether this rank was; the others may not know yet."""
+        return self.stop is not None and self.stop.signal is not None
 
     @property
     def is_master(self) -> bool:
@@ -76,7 +106,7 @@ class Ranks:
 
     def stop_requested(self) -> bool:
         """Whether any rank was asked to stop. All must call it."""
-        return any(asked for (asked,) in self.gather([self.stop_signal is not None]))
+        return any(asked for (asked,) in self.gather([self.asked_to_stop]))
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model as forward and backward of a training step use it. Broadcasts rank 0's weights. Evaluation goes through
@@ -88,21 +118,8 @@ class Ranks:
             warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 announces a new name for broadcast_buffers
             return DistributedDataParallel(model, device_ids=device_ids, broadcast_buffers=False, gradient_as_bucket_view=True)
 
-    def listen(self) -> None:
-        """From now on a stop signal is noted instead of ending the process."""
-        def note(number, frame):
-            self.stop_signal = signal.Signals(number).name
-
-        for number in STOP_SIGNALS:
-            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                continue  # nohup asks that closing the terminal does not stop the run
-            self._handlers[number] = signal.signal(number, note)
-
     def close(self) -> None:
-        """Gives the signal handlers back and leaves the process group."""
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        self._handlers.clear()
+        """Leaves the process group."""
         if self.world_size > 1 and dist.is_initialized():
             dist.destroy_process_group()
             # A gloo thread may still hold the last collective's tensors and wait for the GIL to drop them; where it gets it only
@@ -110,7 +127,7 @@ class Ranks:
             time.sleep(0.1)
 
 
-def start(config: Config) -> Ranks:
+def start(config: Config, stop: StopRequest | None = None) -> Ranks:
     """Picks the device and joins the other ranks, if any. Raises InputError for a device that is not there."""
     ranks, local_rank = world_size(), int(os.environ.get("LOCAL_RANK", 0))
     device = _device(config.device, local_rank, ranks)
@@ -125,7 +142,7 @@ def start(config: Config) -> Ranks:
             timeout=timedelta(seconds=config.dist_timeout),
             device_id=device if backend == "nccl" else None,
         )
-    return Ranks(int(os.environ.get("RANK", 0)), ranks, device)
+    return Ranks(int(os.environ.get("RANK", 0)), ranks, device, stop)
 
 
 def _device(name: str, local_rank: int, ranks: int) -> torch.device:

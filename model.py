@@ -381,14 +381,15 @@ class GPT(nn.Module):
             part.compile()
 
     def num_params(self) -> int:
-        """Weights outside the embedding (and its tied head) and the sinks: the paper's count."""
-        return sum(p.numel() for name, p in self.named_parameters() if name not in ("wte.weight", "sink"))
+        """Weights of the blocks' matrices: the paper's count. Not the embedding (the head is tied to it) and the sinks, nor
+        gains and biases, which are 0.01% of the paper's models."""
+        return sum(p.numel() for name, p in self.named_parameters() if p.ndim == 2 and name not in ("wte.weight", "sink"))
 
     def flops_per_token(self) -> int:
         """Forward and backward FLOPs of one training token: 6 per weight in a matrix product, the tied head included, and
         12 H d T a layer for attention without a discount for the causal half (PaLM, arXiv 2204.02311, appendix B)."""
         config = self.config
-        weights = sum(p.numel() for name, p in self.named_parameters() if p.ndim == 2 and name != "sink")
+        weights = self.num_params() + self.wte.weight.numel()
         return 6 * weights + 12 * config.n_layer * config.n_head * config.head_dim * (config.block_size + config.n_sink)
 
     @classmethod
@@ -425,8 +426,8 @@ class GPT(nn.Module):
         NanoGPT; cached values there have seen tokens that left the window, so every such token costs a whole forward pass."""
         if idx.ndim != 2 or idx.shape[1] < 1:
             raise ValueError(f"generate wants idx of shape (B, T) with T at least 1, found {tuple(idx.shape)}")
-        if temperature < 0 or (top_k is not None and top_k < 1):
-            raise ValueError(f"generate wants temperature >= 0 and top_k >= 1, found {temperature} and {top_k}")
+        if not 0 <= temperature < math.inf or (top_k is not None and top_k < 1):
+            raise ValueError(f"generate wants a finite temperature >= 0 and top_k >= 1, found {temperature} and {top_k}")
         generator = None if seed is None else torch.Generator(idx.device).manual_seed(seed)
         block_size = self.config.block_size
         caches = [KVCache(self.config.n_sink + block_size) for _ in self.h]
@@ -450,7 +451,8 @@ def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: to
     """logits (B, V) -> ids (B, 1)."""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
-    logits = logits.float() / temperature
+    logits = logits.float()
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # 0 and below: a tiny temperature gives no infinity
     if top_k is not None and top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)

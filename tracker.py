@@ -13,9 +13,9 @@ import secrets
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import torch
@@ -153,8 +153,7 @@ class Tracker(Silent):
         """To log.txt and, above the progress bar, to the console; what is said often goes there every few seconds only. A
         console that is gone (`| head`, a terminal closed) does not end the run, and least of all before the checkpoint that
         its SIGHUP asks for."""
-        self._log.write(text + "\n")
-        self._log.flush()
+        _append(self._log, text)
         if often:
             if time.perf_counter() - self._said < _CONSOLE_SECONDS:
                 return
@@ -167,8 +166,7 @@ class Tracker(Silent):
     def log(self, record: dict[str, Any]) -> None:
         """One line of metrics.jsonl; the same numbers to wandb. NaN and infinity, which JSON does not have, become null."""
         record = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()}
-        self._metrics.write(json.dumps(record) + "\n")
-        self._metrics.flush()
+        _append(self._metrics, json.dumps(record))
         if self._wandb is not None:
             split = record["split"]
             named = {key if key in ("step", "tokens") else f"{split}/{key}": value for key, value in record.items()
@@ -193,8 +191,9 @@ class Tracker(Silent):
                 self._wandb.finish(exit_code=int(failed))
             except Exception as error:
                 self.say(f"wandb: closing failed ({_brief(error)})")
-        self._metrics.close()
-        self._log.close()
+        for file in (self._metrics, self._log):
+            with suppress(OSError):  # every line was flushed, or its failure raised, when it was written
+                file.close()
 
     def _start_wandb(self, config: Config, info: dict[str, Any]):
         """A wandb run, offline where there is no login or no way to the server, None where wandb does not work at all."""
@@ -231,6 +230,14 @@ class Tracker(Silent):
         except Exception as error:
             self.say(f"wandb: not available ({_brief(error)}); the run goes on with metrics.jsonl alone")
             return None
+
+
+def _append(file: TextIO, line: str) -> None:
+    try:
+        file.write(line + "\n")
+        file.flush()
+    except OSError as error:
+        raise OSError(f"{file.name} cannot be written: {error.strerror or error}") from error
 
 
 def cut_back(path: Path, step: int, evaluated: bool) -> None:

@@ -11,7 +11,7 @@ or bad input, found before any work starts.
 import math
 import sys
 import traceback
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,12 +33,13 @@ class RunError(Exception):
     """Why a run that had started cannot go on."""
 
 
-def main(argv: list[str]) -> int:
-    ranks = None
+def main(argv: list[str], stop: distributed.StopRequest | None = None) -> int:
+    """Trains by the settings in `argv`; returns the exit status. `stop` may have noted a request to stop already."""
+    ranks, own_stop = None, None if stop else distributed.StopRequest()
     try:
         config = load(argv)
         config.accumulation(distributed.world_size())
-        ranks = distributed.start(config)
+        ranks = distributed.start(config, stop or own_stop)
         return Run(config, ranks).run()
     except InputError as error:
         if distributed.is_local_master() or ranks is not None:
@@ -48,13 +49,18 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except Exception as error:
-        traceback.print_exc()
         where = "" if ranks is None or ranks.world_size == 1 else f"rank {ranks.rank}: "
+        if where and "Connection closed by peer" in str(error):  # gloo's words; the cause is what the peer has said
+            print(f"error: {where}another rank is gone; its error is the cause", file=sys.stderr)
+            return 1
+        traceback.print_exc()
         print(f"error: {where}{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     finally:
         if ranks is not None:
             ranks.close()
+        if own_stop is not None:
+            own_stop.restore()
 
 
 class Run:
@@ -73,6 +79,7 @@ class Run:
         self.saved_step = -1
         self.best_val_loss: float | None = None
         self.bad_steps = self.bad_steps_in_row = 0
+        self.bad_step = ""  # what is to be said of the last one
         self.stopping = False  # whether any rank was asked to stop; the same on all
         self.wandb_id: str | None = None
         self.tracker = Silent()
@@ -80,14 +87,21 @@ class Run:
     # --- from start to end -------------------------------------------------------------------------------------------------
 
     def run(self) -> int:
+        with ExitStack() as self.at_exit:
+            return self._run()
+
+    def _run(self) -> int:
         config = self.config
         self.data = self._open_data()
         state = self._find_state()
-        if state is not None and state["step"] >= config.max_iters and not config.eval_only:
+        if state is not None and self._is_finished(state):
             self._print(f"{config.out_dir}: finished at step {state['step']} of max_iters={config.max_iters}; nothing to do")
             return 0
-        self.ranks.listen()
-        self._build(state)
+        if not self.ranks.stop_requested():
+            self._build(state)
+        if self.ranks.stop_requested():
+            self._print("stopped on request before training began; nothing was changed")
+            return 0
         if config.eval_only:
             loss = self.evaluate()
             tokens = self.eval_windows * config.block_size
@@ -101,6 +115,8 @@ class Run:
             failed = False
         except torch.OutOfMemoryError:
             raise RunError(self._out_of_memory()) from None
+        except InputError as error:  # found while the run was under way: no reason for exit status 2
+            raise RunError(f"rank {self.ranks.rank}: step {self.step + 1}: {error}") from None
         except RuntimeError as error:
             if "not enough memory" in str(error):  # what torch's CPU allocator says
                 raise RunError(self._out_of_memory()) from None
@@ -114,7 +130,7 @@ class Run:
         clock = Clock()
         with closing(self.loader.batches(self.step)) as batches:
             while True:
-                at_end = self.step == config.max_iters
+                at_end = self.step >= config.max_iters  # more where a resumed run is given fewer steps
                 due = self.step % config.eval_interval == 0 or at_end
                 if due and self.evaluated_step != self.step:
                     with clock.paused():
@@ -127,9 +143,12 @@ class Run:
                 metrics = self.train_step(batches)
                 clock.steps += 1
                 tracker.advance()
-                if self.step % config.log_interval == 0 or self.step == config.max_iters:
+                bad = metrics["loss"] is None
+                if bad or self.step % config.log_interval == 0 or self.step >= config.max_iters:
                     self._report_step(metrics, clock)
-        if at_end:
+                if self.bad_steps_in_row >= config.max_bad_steps:
+                    raise RunError(f"{self.bad_step}; max_bad_steps={config.max_bad_steps} reached")
+        if at_end and self.evaluated_step == self.step:
             best = "n/a" if self.best_val_loss is None else f"{self.best_val_loss:.4f}"
             tracker.say(f"done: step {self.step}, {self.step * self.tokens_per_step:,} tokens, best validation loss {best}")
         else:
@@ -163,6 +182,7 @@ class Run:
         path, state, fault = None, None, None
         try:
             if self.ranks.is_master:
+                self._lock()
                 path = checkpoint.choose(config)
         except Exception as error:
             fault = error
@@ -184,6 +204,15 @@ class Run:
             state["wandb_id"] = None  # a branch of that run, not its continuation
         return state
 
+    def _is_finished(self, state: dict[str, Any]) -> bool:
+        config = self.config
+        return not config.eval_only and state["step"] >= config.max_iters and state["evaluated_step"] == state["step"]
+
+    def _lock(self) -> None:
+        """Keeps other runs out of out_dir, if it exists, until this one ends."""
+        if Path(self.config.out_dir).is_dir() and not self.config.eval_only:
+            self.at_exit.callback(checkpoint.lock(self.config.out_dir))
+
     def _build(self, state: dict[str, Any] | None) -> None:
         """Model, optimizer and scaler, new or from a checkpoint's state."""
         config, device = self.config, self.device
@@ -196,7 +225,10 @@ class Run:
         self.optimizer = configure_optimizer(self.model, config)
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
         if state is not None:
-            self._restore(state)
+            try:
+                self._restore(state)
+            except (KeyError, TypeError, ValueError, RuntimeError) as error:
+                raise InputError(f"the checkpoint of step {state['step']} does not fit this model: {error}") from None
         if config.compile or (config.compile is None and device.type == "cuda"):
             self.model.compile_parts()
         self.parallel = self.ranks.wrap(self.model)
@@ -206,13 +238,15 @@ class Run:
         config, fault = self.config, None
         if self.ranks.is_master:
             try:
-                Path(config.out_dir).mkdir(parents=True, exist_ok=True)
+                if not Path(config.out_dir).is_dir():
+                    Path(config.out_dir).mkdir(parents=True)
+                    self._lock()
                 checkpoint.sweep(config.out_dir)
                 evaluated = self.evaluated_step == self.step
                 self.tracker = Tracker(config, self.step, evaluated, self.wandb_id, self._describe())
                 self.wandb_id = self.tracker.wandb_id
             except OSError as error:
-                fault = InputError(f"out_dir={config.out_dir} cannot be written: {error}")
+                fault = InputError(f"out_dir={config.out_dir}: {error}")
             except Exception as error:
                 fault = error
         self.ranks.agree(fault)
@@ -241,10 +275,11 @@ class Run:
 
         # The step's one look at the device, and at the other ranks.
         *mine, grad_norm = torch.stack([*losses, grad_norm]).tolist()
-        gathered = self.ranks.gather([math.fsum(mine) / len(mine), grad_norm, self.ranks.stop_signal is not None])
+        gathered = self.ranks.gather([math.fsum(mine) / len(mine), grad_norm, self.ranks.asked_to_stop])
         loss = math.fsum(values[0] for values in gathered) / len(gathered)
         good = all(math.isfinite(value) for values in gathered for value in values)
         self.stopping = any(values[2] for values in gathered)
+        self.step += 1
         if good:
             if config.grad_clip and grad_norm > config.grad_clip:
                 torch._foreach_mul_(gradients, config.grad_clip / grad_norm)
@@ -256,26 +291,29 @@ class Run:
             self._count_bad_step(mine, gathered)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        self.step += 1
         return {"loss": loss if good else None, "lr": lr, "grad_norm": grad_norm if good else None}
 
     def _count_bad_step(self, losses: list[float], gathered: list[list[float]]) -> None:
+        """Counts a step that was skipped and says which ranks and windows it was; `losses` are this rank's micro-steps'."""
         self.bad_steps += 1
         self.bad_steps_in_row += 1
-        ranks = [rank for rank, values in enumerate(gathered) if not math.isfinite(values[0])]
-        starts = self.loader.starts(self.step)
-        places = []
-        for micro_step, loss in enumerate(losses):
-            if not math.isfinite(loss):
-                slots = self.loader.micro_slots(micro_step)
-                places.append(f"micro-step {micro_step} (slots {slots[0]}-{slots[-1]}, tokens from {starts[slots].tolist()})")
+        bad_ranks = [rank for rank, values in enumerate(gathered) if not math.isfinite(values[0])]
+        starts = self.loader.starts(self.step - 1)
+
+        def place(micro_step: int) -> str:
+            slots = self.loader.micro_slots(micro_step)
+            return f"micro-step {micro_step} (slots {slots[0]}-{slots[-1]}, tokens from {starts[slots].tolist()})"
+
+        # A gradient is reduced over all: with finite losses it could be any window's.
+        places = [place(i) for i, loss in enumerate(losses) if not (bad_ranks and math.isfinite(loss))]
         everyones = self.ranks.gather_objects(places)
-        where = "; ".join(f"rank {rank}: {', '.join(everyones[rank][:4])}" for rank in ranks)
-        what = f"non-finite loss on ranks {ranks}: {where}" if ranks else "finite losses, non-finite gradient"
-        text = f"step {self.step}: {what}; skipped ({self.bad_steps_in_row} in a row, {self.bad_steps} in all)"
-        self.tracker.say(f"warning: {text}")
-        if self.bad_steps_in_row >= self.config.max_bad_steps:
-            raise RunError(f"{text}; max_bad_steps={self.config.max_bad_steps} reached")
+        what = f"non-finite loss on ranks {bad_ranks}" if bad_ranks else "finite losses, non-finite gradient on all ranks"
+        where = "; ".join(
+            f"rank {rank}: {', '.join(everyones[rank][:4])}{', ...' if len(everyones[rank]) > 4 else ''}"
+            for rank in (bad_ranks or range(len(gathered)))
+        )
+        self.bad_step = f"step {self.step}: {what}: {where}; skipped ({self.bad_steps_in_row} in a row, {self.bad_steps} in all)"
+        self.tracker.say(f"warning: {self.bad_step}")
 
     # --- evaluation --------------------------------------------------------------------------------------------------------
 
@@ -381,6 +419,7 @@ class Run:
         if loss is None:
             return
         self.evaluated_step = self.step
+        self.saved_step = -1  # a checkpoint of this step, if there is one, does not know of it
         if math.isfinite(loss) and (self.best_val_loss is None or loss < self.best_val_loss):
             self.best_val_loss = loss
         self.tracker.log({"step": self.step, "tokens": self.step * self.tokens_per_step, "split": "val", "loss": loss})
@@ -458,4 +497,7 @@ def autocast_dtype(name: str, device: torch.device) -> torch.dtype | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    stop_request = distributed.StopRequest()
+    exit_status = main(sys.argv[1:], stop_request)
+    stop_request.ignore()
+    sys.exit(exit_status)

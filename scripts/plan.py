@@ -275,7 +275,7 @@ def render(plan: dict[str, Any], config: Config) -> str:
         heads += f" ({config.n_kv_head} kv)"
     if config.n_sink:
         heads += f", {config.n_sink} sinks"
-    embedding = "embedding and sinks" if config.n_sink else "embedding"
+    embedding = "embedding, sinks, gains" if config.n_sink else "embedding, gains"
     kept = "each block's input" if config.activation_checkpointing else "all that the backward pass reads"
     notes = {
         "weights": ("weights", "fp32"),

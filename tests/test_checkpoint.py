@@ -483,7 +483,7 @@ def test_real_checkpoint_holds_plain_tensors_and_plain_python(trained):
     path = checkpoint.latest(trained)
     assert path.name == "ckpt_00000004.pt" and checkpoint.damage(path) is None
     state = torch.load(path, weights_only=False)  # as whatever was saved, so that a type which weights_only allows shows too
-    assert set(state) == checkpoint.KEYS
+    assert state.keys() == checkpoint.KEYS.keys()
     found = list(leaves(state))
     for where, value in found:
         assert type(value) in (torch.Tensor, str, int, float, bool, type(None)), f"{where} is {type(value)}"

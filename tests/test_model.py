@@ -433,13 +433,13 @@ def test_autocast_stays_close_to_fp32(attention, dtype):
 @pytest.mark.parametrize("config, billions", [("0.7b", 0.679), ("1.4b", 1.409), ("2.7b", 2.684)])
 @pytest.mark.parametrize("attention", VARIANTS)
 def test_paper_sizes(config, billions, attention):
-    """Table 1; the paper's count leaves out the embedding, and gains are far below its digits."""
+    """Table 1, in the digits that it gives."""
     settings = load([f"config/{config}.py", f"--attention={attention}"])
     with torch.device("meta"):
         model = GPT(settings.model_config())
-    assert model.num_params() / 1e9 == pytest.approx(billions, abs=6e-4)
+    assert round(model.num_params() / 1e9, 3) == billions
     C, inner = settings.n_embd, settings.n_head * settings.head_dim
-    assert model.num_params() == settings.n_layer * (4 * C * inner + 8 * C * C) + (2 * settings.n_layer + 2) * C
+    assert model.num_params() == settings.n_layer * (4 * C * inner + 8 * C * C)
     matrices = settings.n_layer * (4 * C * inner + 8 * C * C) + settings.vocab_size * C
     assert model.flops_per_token() == 6 * matrices + 12 * settings.n_layer * inner * settings.block_size
 

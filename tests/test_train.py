@@ -413,6 +413,58 @@ def test_stop_request_inside_an_evaluation(dataset, tmp_path, monkeypatch):
     assert [m["step"] for m in metrics(tmp_path / "r") if m["split"] == "val"] == [0, 4, 8, 12]
 
 
+def test_stop_request_in_the_last_evaluation_leaves_it_to_the_next_start(straight, dataset, tmp_path, monkeypatch, capsys):
+    common = [*SMALL, f"--dataset={dataset}", f"--out_dir={tmp_path}/r", "--attention=xsa"]
+    forward, calls = GPT.forward, 0
+
+    def counting(self, idx, targets=None):
+        nonlocal calls
+        calls += not self.training
+        if calls == 35:  # in the fourth evaluation, the last
+            os.kill(os.getpid(), signal.SIGTERM)
+        return forward(self, idx, targets)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GPT, "forward", counting)
+        assert train.main(common) == 0
+    assert "stopped on request at step 12" in capsys.readouterr().out
+    assert train.main([*common, "--init_from=auto"]) == 0
+    assert curve(tmp_path / "r") == curve(straight)
+    capsys.readouterr()
+    assert train.main([*common, "--init_from=auto"]) == 0
+    assert "nothing to do" in capsys.readouterr().out
+
+
+@pytest.mark.slow  # starts train.py
+def test_stop_requests_before_training_and_after_the_end_change_no_exit_status(dataset, tmp_path):
+    """SIGTERM from the moment on that train.py has its handlers, again and again until it is gone."""
+    script = tmp_path / "early.py"
+    program = (ROOT / "train.py").read_text()
+    script.write_text(program.replace("StopRequest()\n", "StopRequest()\n    print('listening', flush=True)\n"))
+    process = start(*SMALL, *LONG, f"--dataset={dataset}", f"--out_dir={tmp_path}/r", script=str(script))
+    assert process.stdout.readline().strip() == "listening"
+    while process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.005)
+    assert process.returncode == 0, process.stdout.read()
+
+
+@pytest.mark.slow  # starts train.py
+def test_second_run_in_an_out_dir_is_refused_while_the_first_goes_on(dataset, tmp_path, capsys):
+    arguments = [*SMALL, *LONG, f"--dataset={dataset}", f"--out_dir={tmp_path}/r"]
+    process = start(*arguments)
+    try:
+        await_step(tmp_path / "r", 3)
+        for mode in ("auto", "scratch", "resume"):
+            assert train.main([*arguments, f"--init_from={mode}"]) == 2
+            assert "belongs to a run that is still going" in capsys.readouterr().err
+    finally:
+        process.terminate()
+        finish(process)
+    assert process.returncode == 0
+    assert train.main([*arguments, "--init_from=resume", "--max_iters=1"]) == 0
+
+
 # --- failures ----------------------------------------------------------------------------------------------------------------
 
 
@@ -434,6 +486,7 @@ def test_non_finite_steps_are_skipped_counted_and_end_the_run(dataset, tmp_path,
     assert train.main([*arguments, f"--out_dir={tmp_path}/a"]) == 0
     lines = [m for m in metrics(tmp_path / "a") if m["split"] == "train"]
     assert [m["step"] for m in lines if m["loss"] is None] == [3, 6, 7]
+    assert "step 3: non-finite loss on ranks [0]" in (tmp_path / "a" / "log.txt").read_text()
     assert [m["bad_steps"] for m in lines] == [0, 0, 1, 1, 1, 2, 3, 3, 3, 3, 3, 3]
     assert lines[-1]["loss"] < lines[0]["loss"]
     capsys.readouterr()
@@ -441,9 +494,19 @@ def test_non_finite_steps_are_skipped_counted_and_end_the_run(dataset, tmp_path,
     assert train.main([*arguments, f"--out_dir={tmp_path}/b"]) == 1
     last = capsys.readouterr().err.strip().splitlines()[-1]
     place = r"rank 0: micro-step 2 \(slots 4-5, tokens from \[\d+, \d+\]\)"
-    assert re.match(r"error: step 6: non-finite loss on ranks \[0\]: " + place, last)
+    assert re.match(r"error: step 7: non-finite loss on ranks \[0\]: " + place, last)
     assert "max_bad_steps=3 reached" in last
+    assert [m["step"] for m in metrics(tmp_path / "b") if m["split"] == "train" and m["loss"] is None] == [5, 6, 7]
     assert (tmp_path / "b" / "ckpt_00000003.pt").exists()  # what was saved is there
+
+
+def test_non_finite_gradient_of_finite_losses_names_all_windows(dataset, tmp_path, capsys, monkeypatch):
+    """What an overflow in fp16 looks like."""
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda gradients: torch.tensor(math.inf))
+    assert train.main([*SMALL, f"--dataset={dataset}", f"--out_dir={tmp_path}/r", "--max_bad_steps=1"]) == 1
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    what = "finite losses, non-finite gradient on all ranks: rank 0: micro-step 0 (slots 0-1, tokens from ["
+    assert last.startswith(f"error: step 1: {what}")
 
 
 def test_exploding_learning_rate_stops_the_run(dataset, tmp_path, capsys):
@@ -463,6 +526,19 @@ def test_out_of_memory_proposes_a_micro_batch_that_keeps_the_global_batch(datase
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith("error: rank 0: out of memory at step 0 with micro_batch_size=8: --micro_batch_size=6")
     assert "--activation_checkpointing=True" in last
+
+
+def test_bad_data_found_during_the_run_is_a_failure_and_not_bad_input(tmp_path, capsys):
+    """A folder without meta.json cannot be checked beforehand without reading all of it."""
+    ids = np.frombuffer(b"what is past is prologue. " * 800, dtype=np.uint8).astype(np.uint16)
+    ids[10_000] = 300
+    ids[:-2000].tofile(tmp_path / "train.bin")
+    ids[-2000:].tofile(tmp_path / "val.bin")
+    arguments = [*SMALL, "--sampling=shuffle", "--max_iters=100", f"--dataset={tmp_path}", f"--out_dir={tmp_path}/r"]
+    assert train.main(arguments) == 1
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert re.match(r"error: rank 0: step \d+: .*train.bin: token 10000 has id 300, but the model's vocab_size is 257", last)
+    assert list((tmp_path / "r").glob("ckpt_*.pt"))
 
 
 @pytest.mark.parametrize("arguments, message", [
@@ -499,7 +575,7 @@ def test_full_disk_while_saving_keeps_the_last_checkpoint(dataset, tmp_path, mon
     monkeypatch.setattr(torch, "save", full)
     arguments = [*SMALL, f"--dataset={dataset}", f"--out_dir={tmp_path}/r"]
     assert train.main(arguments) == 1
-    assert "No space left on device" in capsys.readouterr().err.strip().splitlines()[-1]
+    assert re.search(r"ckpt_00000006.pt cannot be written: No space left", capsys.readouterr().err.strip().splitlines()[-1])
     assert [p.name for p in (tmp_path / "r").glob("*ckpt*")] == ["ckpt_00000003.pt"]
     monkeypatch.undo()
     assert train.main([*arguments, "--init_from=auto"]) == 0
@@ -530,3 +606,15 @@ def test_gpt2_tokens_at_the_padded_vocabulary(gpt2_vocabulary, tmp_path):
     assert train.main(arguments) == 0
     losses = [m["loss"] for m in metrics(tmp_path / "r") if m["split"] == "val"]
     assert 9 < losses[0] < 12 and losses[-1] < losses[0]
+
+
+def test_data_changed_between_runs_is_noticed(tmp_path, capsys):
+    """The same names, sizes and meta.json, other tokens."""
+    ids = np.frombuffer(b"brevity is the soul of wit. " * 800, dtype=np.uint8).astype(np.uint16)
+    ids[:-2000].tofile(tmp_path / "train.bin")
+    ids[-2000:].tofile(tmp_path / "val.bin")
+    arguments = [*SMALL, f"--dataset={tmp_path}", f"--out_dir={tmp_path}/r"]
+    assert train.main([*arguments, "--max_iters=3"]) == 0
+    ids[:-2000][::-1].tofile(tmp_path / "train.bin")
+    assert train.main([*arguments, "--init_from=auto"]) == 2
+    assert "other data" in capsys.readouterr().err
