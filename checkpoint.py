@@ -172,9 +172,10 @@ def check(path: Path, state: dict[str, Any], config: Config, fingerprint: str) -
     if (trained_on := state["data"].get("fingerprint")) != fingerprint:
         raise InputError(f"{path} was trained on other data (fingerprint {trained_on!s:.12}) than dataset {config.dataset} has "
                          f"(fingerprint {fingerprint:.12})")
-    if saved.get("global_batch_size") != config.global_batch_size:
-        raise InputError(f"{path} has global_batch_size={saved.get('global_batch_size')}, the settings say "
-                         f"{config.global_batch_size}; a run continues with the batches it had")
+    for key in ("seed", "sampling", "global_batch_size"):  # these decide which tokens a step sees
+        if saved.get(key) != (value := getattr(config, key)):
+            raise InputError(f"{path} has {key}={saved.get(key)!r}, the settings say {key}={value!r}; a run continues with the "
+                             f"batches it had; for another run use another out_dir")
 
 
 def write_aside(path: Path, content: str | Callable[[BinaryIO], object]) -> None:

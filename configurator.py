@@ -73,7 +73,7 @@ class Config(GPTConfig):
                      "bfloat16 on CUDA where the GPU has it, else float32"] = "auto"
     compile: Annotated[bool | None, "torch.compile, block by block; None: on CUDA only"] = None
     activation_checkpointing: Annotated[bool, "keep only each block's input and recompute the rest in backward: less memory, "
-                                        "about a third more time"] = False
+                                        "a third more FLOPs"] = False
     backend: Annotated[Literal["auto", "nccl", "gloo"], "of torch.distributed; auto: nccl on CUDA, else gloo"] = "auto"
     dist_timeout: Annotated[int, "seconds after which a rank that waits for another gives up"] = 600
 

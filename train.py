@@ -228,7 +228,8 @@ class Run:
             try:
                 self._restore(state)
             except (KeyError, TypeError, ValueError, RuntimeError) as error:
-                raise InputError(f"the checkpoint of step {state['step']} does not fit this model: {error}") from None
+                reason = " ".join(str(error).split())
+                raise InputError(f"the checkpoint of step {state['step']} does not fit this model: {reason}") from None
         if config.compile or (config.compile is None and device.type == "cuda"):
             self.model.compile_parts()
         self.parallel = self.ranks.wrap(self.model)

@@ -126,8 +126,12 @@ def find_quickstart() -> Source:
     return Source([(name.as_posix(), library / name) for name in names if not unwanted & set(name.parts)], what)
 
 
+def _unreadable(error: OSError) -> None:
+    raise InputError(f"{error.filename}: this folder cannot be read: {error.strerror}")
+
+
 def _walk(folder: Path) -> Iterator[Path]:
-    for parent, folders, files in os.walk(folder):
+    for parent, folders, files in os.walk(folder, onerror=_unreadable):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in files:
             path = Path(parent, name)
@@ -425,7 +429,7 @@ def main(argv: list[str]) -> int:
             text_field=arguments.text_field,
             shard_tokens=arguments.shard_tokens,
         )
-    except InputError as error:
+    except (InputError, PermissionError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -520,7 +520,7 @@ def main(argv: list[str]) -> int:
         if arguments.command == "inspect":
             print(inspect(folder))
             return 0
-    except InputError as error:
+    except (InputError, PermissionError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     faults, summary = verify(folder)

@@ -206,6 +206,10 @@ def warnings(runs: list[Run], end: int) -> list[str]:
     found = []
     if recipe := [key for key in differing(runs, NEUTRAL) if key in RECIPE]:
         found.append(f"not the same recipe: different {', '.join(recipe)}")
+    if len({run.config.get("log_interval") for run in runs}) > 1:
+        found.append("log_interval differs: the final training losses are means over different steps")
+    if len({frozenset(run.seed for run in variant.runs) for variant in group(runs)}) > 1:
+        found.append("the variants have different seeds: a difference is over those that both have, or else of the means")
     machines = [
         {key: run.config.get(key) for key in SPEED}
         | {"device": (run.info.get("hardware") or {}).get("device"), "ranks": run.info.get("world_size")}
@@ -375,7 +379,10 @@ def difference_curve(variant: Variant, baseline: Variant, split: str, end: int) 
 
 def draw(variants: list[Variant], end: int, x_axis: str, share: float, path: Path) -> None:
     """comparison.png: train and val loss, and below them, where there is more than one variant, the difference."""
-    import matplotlib
+    try:
+        import matplotlib
+    except ImportError:
+        raise input_error("the picture needs matplotlib: pip install -r requirements-quickstart.txt") from None
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

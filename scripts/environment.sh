@@ -6,21 +6,32 @@
 # VENV names the folder (default .venv); PYTHON the interpreter that it is made with (default: the first of python3,
 # python3.14 ... python3.11 that is new enough). What is installed there already is used as it is.
 
+is_new_enough() {
+    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
+}
+
 make_environment() {
     local venv=${VENV:-.venv} candidate found=""
-    if [ ! -x "$venv/bin/python" ]; then
-        for candidate in ${PYTHON:-python3 python3.14 python3.13 python3.12 python3.11}; do
-            if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+    local candidates=(python3 python3.14 python3.13 python3.12 python3.11)
+    [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
+    # pip is what venv installs last: without it the folder is what an interrupted start has left.
+    if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+        for candidate in "${candidates[@]}"; do
+            if is_new_enough "$candidate"; then
                 found=$candidate
                 break
             fi
         done
         if [ -z "$found" ]; then
-            echo "error: Python 3.11 or newer was not found; name one with PYTHON=/path/to/python" >&2
+            echo "error: wanted Python 3.11 or newer, found none among: ${candidates[*]}; name one with PYTHON=/path/to/python" >&2
             return 2
         fi
         echo "== environment: $venv, from $("$found" --version)"
-        "$found" -m venv "$venv" || { rm -rf "$venv"; echo "error: '$found -m venv $venv' failed (on Debian: apt install python3-venv)" >&2; return 1; }
+        "$found" -m venv --clear "$venv" || { echo "error: '$found -m venv $venv' failed (on Debian: apt install python3-venv)" >&2; return 1; }
+    fi
+    if ! is_new_enough "$venv/bin/python"; then
+        echo "error: $venv has $("$venv/bin/python" --version), wanted 3.11 or newer; remove it or name another with VENV=..." >&2
+        return 2
     fi
     PATH=$(cd "$venv/bin" && pwd):$PATH
     export PATH

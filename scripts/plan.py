@@ -15,6 +15,7 @@ The memory is that of a real training step of model.py, rehearsed on tensors tha
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable
@@ -305,7 +306,7 @@ def render(plan: dict[str, Any], config: Config) -> str:
         ("allowance", f"{_gb(plan['allowance_bytes'])}  CUDA, cuBLAS, NCCL, fragmentation: a guess"),
         ("total", f"{_gb(total)}  of {plan['gpu_memory_bytes'] / 1e9:.0f}: {verdict}"),
         ("", ""),
-        ("time", f"{plan['hours']:,.1f} h, {plan['gpu_hours']:,.1f} GPU-hours, at {mfu} of {peak} a GPU (assumed, not measured)"),
+        ("time", f"{plan['hours']:,.1f} h, {plan['gpu_hours']:,.1f} GPU-hours, at {mfu} of {peak} a GPU (assumed; bf16)"),
         ("", f"{plan['step_s'] * 1e3:,.0f} ms a step, {plan['tokens_per_s']:,.0f} tokens/s; evaluation adds "
              f"{plan['evaluation_hours']:,.1f} h"),
         ("disk", f"{plan['checkpoint_bytes'] / 1e9:.2f} GB a checkpoint, up to {plan['run_folder_bytes'] / 1e9:.2f} GB of them"),
@@ -326,7 +327,7 @@ def _warning(plan: dict[str, Any]) -> list[str]:
     if size is not None:
         advice.append(f"--micro_batch_size={size} fits (same training, more micro-steps)")
     if size_checkpointing is not None:
-        advice.append(f"--activation_checkpointing=true --micro_batch_size={size_checkpointing} fits (about a third more time)")
+        advice.append(f"--activation_checkpointing=true --micro_batch_size={size_checkpointing} fits (a third more FLOPs)")
     if not advice:
         advice.append("no micro_batch_size fits: use a GPU with more memory or a smaller model")
     return ["", f"warning: a step does not fit into the memory of {plan['gpu']}", *("  " + line for line in advice)]
@@ -368,7 +369,7 @@ def main(argv: list[str]) -> int:
         if own.measure:
             print(f"measuring three training steps with micro_batch_size={config.micro_batch_size} here", file=sys.stderr)
         measured = measure(config) if own.measure else None
-    except InputError as error:
+    except (InputError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(render(plan, config))
@@ -380,4 +381,7 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    if "--measure" in sys.argv and "MALLOC_MMAP_THRESHOLD_" not in os.environ:  # see measure(); read when a process starts
+        os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
+        os.execv(sys.executable, [sys.executable, "-m", "scripts.plan", *sys.argv[1:]])
     sys.exit(main(sys.argv[1:]))

@@ -12,6 +12,10 @@ cd "$here/.."
 out=${OUT:-runs/quickstart}
 for argument in "$@"; do
     case $argument in
+        --help | -h)
+            sed -n '2,/^[^#]/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+            exit 0
+            ;;
         --out_dir=* | --attention=* | --init_from=* | --dataset=*)
             echo "error: $argument is what quickstart.sh sets itself; use OUT=... for the folder" >&2
             exit 2
@@ -34,9 +38,20 @@ export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 echo "== data: bytes of the presidential messages, data/quickstart"
 python -m data.local
 
+# Ctrl-C or SIGTERM: train.py saves and exits with 0; then this script ends too.
+child="" stopped=""
+trap 'stopped=130; [ -z "$child" ] || kill -INT "$child" 2>/dev/null' INT
+trap 'stopped=143; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null' TERM
 for attention in sa xsa; do
     echo "== training $attention, $out/$attention"
-    python train.py config/quickstart.py "$@" --attention=$attention --out_dir="$out/$attention" --init_from=auto
+    python train.py config/quickstart.py "$@" --attention=$attention --out_dir="$out/$attention" --init_from=auto &
+    child=$!
+    while kill -0 "$child" 2>/dev/null; do wait "$child" || true; done
+    status=0
+    wait "$child" || status=$?
+    child=""
+    [ -z "$stopped" ] || { echo "stopped; the same command goes on from here"; exit "$stopped"; }
+    [ "$status" -eq 0 ] || exit "$status"
 done
 
 echo "== comparison"

@@ -106,7 +106,7 @@ def main(argv: list[str]) -> int:
         text = read_prompt(args.prompt)
         source = open_source(args.source, args.tokenizer, choose_device(args.device))
         ids = encode_prompt(source, text)
-    except InputError as error:
+    except (InputError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     device = source.model.wte.weight.device

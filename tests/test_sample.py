@@ -18,8 +18,14 @@ TINY = {"block_size": 32, "vocab_size": 320, "n_layer": 2, "n_head": 2, "n_embd"
 def write_checkpoint(path: Path, seed: int = 0, tokenizer: str | None = "byte", **settings) -> Path:
     config = Config(**TINY | settings)
     model = GPT(config.model_config(), seed=seed)
-    state = {"model": model.state_dict(), "config": asdict(config), "data": {"tokenizer": tokenizer}, "step": 7}
-    torch.save(dict.fromkeys(checkpoint.KEYS) | state, path)
+    step = int(path.stem.removeprefix("ckpt_")) if path.stem.startswith("ckpt_") else 7
+    state = {
+        "model": model.state_dict(), "optimizer": {}, "scaler": {}, "step": step, "tokens": 0, "evaluated_step": -1,
+        "best_val_loss": None, "bad_steps": 0, "bad_steps_in_row": 0, "rng": torch.get_rng_state(), "config": asdict(config),
+        "data": {"tokenizer": tokenizer}, "wandb_id": None,
+    }
+    assert state.keys() == checkpoint.KEYS.keys()
+    torch.save(state, path)
     return path
 
 

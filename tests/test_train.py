@@ -216,6 +216,7 @@ def test_continue_from_a_named_checkpoint(straight, dataset, tmp_path):
 
 @pytest.mark.parametrize("change, key", [
     (["--attention=sa"], "attention"), (["--n_embd=64"], "n_embd"), (["--global_batch_size=16"], "global_batch_size"),
+    (["--seed=2"], "seed"), (["--sampling=shuffle"], "sampling"),
 ])
 def test_resume_with_another_model_or_batch_is_refused(straight, dataset, capsys, change, key):
     before = sorted(p.stat().st_mtime_ns for p in straight.iterdir())
