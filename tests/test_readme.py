@@ -3,8 +3,10 @@
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -66,20 +68,43 @@ def clone(tmp_path_factory) -> Path:
     return clone
 
 
-@pytest.mark.slow  # some twenty commands, each of which imports torch
-def test_every_command_runs(clone):
-    """In the order of the text, each on what those before it left."""
-    environment = os.environ | {
+def environment(clone: Path) -> dict[str, str]:
+    return os.environ | {
         "PATH": f"{clone.parent / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "VENV": str(Path(sys.executable).parent.parent), "HEAD": "localhost", "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline",
     }
+
+
+@pytest.mark.slow  # some twenty commands, each of which imports torch
+def test_every_command_runs(clone):
+    """In the order of the text, each on what those before it left."""
     assert len(COMMANDS) >= 15
     for command in COMMANDS:
-        result = subprocess.run(["bash", "-c", cut(command)], cwd=clone, env=environment, text=True, timeout=600,
+        result = subprocess.run(["bash", "-c", cut(command)], cwd=clone, env=environment(clone), text=True, timeout=600,
                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         assert result.returncode == 0, f"{command}\n{cut(command)}\n{result.stdout[-3000:]}"
     for name in ("quickstart/comparison.png", "quickstart/comparison.md", "1.4b/comparison.png", "1.4b-xsa-sink4/metrics.jsonl"):
         assert (clone / "runs" / name).stat().st_size > 0
+
+
+@pytest.mark.slow  # trains the quick start's models for a few steps
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_quickstart_stops_on_request_and_goes_on(clone, tmp_path, number, status):
+    command = ["bash", "scripts/quickstart.sh", "--max_iters=30", "--eval_tokens=2048", "--log_interval=1"]
+    options = {"cwd": clone, "env": environment(clone) | {"OUT": str(tmp_path)}, "text": True, "stdout": subprocess.PIPE,
+               "stderr": subprocess.STDOUT}
+    process = subprocess.Popen(command, start_new_session=True, **options)
+    metrics = tmp_path / "sa" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") > 2):
+        time.sleep(0.05)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == status and "goes on from here" in output, output
+    assert list((tmp_path / "sa").glob("ckpt_*.pt")) and not (tmp_path / "xsa").exists()
+    result = subprocess.run(command, timeout=300, **options)
+    assert result.returncode == 0 and "continuing from" in result.stdout, result.stdout
+    assert (tmp_path / "comparison.png").exists()
 
 
 def test_every_file_named_exists():
