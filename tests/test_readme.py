@@ -46,7 +46,7 @@ def cut(command: str) -> str:
     if "scripts.sample" in command:
         return f"{command} --max_new_tokens=20"
     if "scripts.bench" in command:
-        return f"{command} --rounds=2 --n_layer=1 --n_embd=64 --block_size=64 --vocab_size=500"
+        return f"{command} --rounds=2 --n_layer=1 --n_head=4 --n_embd=64 --block_size=64 --vocab_size=500 --eval_tokens=640"
     if "gpu_check.sh" in command:
         return f"{command} --cpu"
     return command
