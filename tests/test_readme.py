@@ -93,7 +93,9 @@ def test_quickstart_stops_on_request_and_goes_on(clone, tmp_path, number, status
     command = ["bash", "scripts/quickstart.sh", "--max_iters=30", "--eval_tokens=2048", "--log_interval=1"]
     options = {"cwd": clone, "env": environment(clone) | {"OUT": str(tmp_path)}, "text": True, "stdout": subprocess.PIPE,
                "stderr": subprocess.STDOUT}
-    process = subprocess.Popen(command, start_new_session=True, **options)
+    # As a terminal starts it: a shell cannot trap what it was started to ignore, as SIGINT is for commands in the background.
+    process = subprocess.Popen(command, start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+                               **options)
     metrics = tmp_path / "sa" / "metrics.jsonl"
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") > 2):
