@@ -9,6 +9,7 @@
 import os
 import re
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ _LONG_RUN = re.compile(f"(?<![{_SPACE}])[{_SPACE}]{{1000,}}+(?=[^{_SPACE}])")
 _RUN_CHECK_CHARS = 100_000  # shorter texts cannot hold a run that hurts
 
 
-class Tokenizer:
+class Tokenizer(ABC):
     """Ids 0 .. vocab_size-1, all below 65536; `eot` is the id that precedes each document."""
 
     name: str
@@ -54,11 +55,13 @@ class Tokenizer:
             raise InputError(f"cannot decode id {wrong[0]}: tokenizer {self.name} has ids 0 to {self.vocab_size - 1}")
         return self._decode(ids.tolist()).decode("utf-8", errors="replace")
 
+    @abstractmethod
     def _encode(self, text: str) -> np.ndarray:
-        raise NotImplementedError
+        """The uint16 ids of one text."""
 
+    @abstractmethod
     def _decode(self, ids: list[int]) -> bytes:
-        raise NotImplementedError
+        """The bytes of ids that are all in the vocabulary."""
 
 
 class ByteTokenizer(Tokenizer):

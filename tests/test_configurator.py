@@ -118,11 +118,11 @@ def test_the_last_of_two_wins(file):
     assert load([file("seed = 1\nseed = 3\n")]).seed == 3
 
 
-def test_a_tilde_is_the_home_folder(monkeypatch):
+def test_a_tilde_is_the_home_folder(monkeypatch, tmp_path):
     """The shell leaves it alone after `--out_dir=`; a folder named ~ is what someone then deletes with rm -r."""
-    monkeypatch.setenv("HOME", "/home/someone")
-    assert load(["--out_dir=~/runs"]).out_dir == "/home/someone/runs"
-    assert load(["--dataset=~/a", "--init_from=~/b.pt"]).init_from == "/home/someone/b.pt"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load(["--out_dir=~/runs"]).out_dir == f"{tmp_path}/runs"
+    assert load(["--dataset=~/a", "--init_from=~/b.pt"]).init_from == f"{tmp_path}/b.pt"
 
 
 # --- layers ------------------------------------------------------------------------------------------------------------------
