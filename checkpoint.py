@@ -15,7 +15,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from configurator import Config, InputError, as_dict
+from command_line import InputError
+from configurator import Config, as_dict
 
 # The state of a run, whole: what save() wants is what load() insists on.
 KEYS: dict[str, Any] = {

@@ -17,11 +17,8 @@ import types
 from dataclasses import Field, asdict, dataclass, fields
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from command_line import InputError
 from model import GPTConfig
-
-
-class InputError(Exception):
-    """Bad arguments or bad input, found before any work starts. Entry points print it on one line and exit with 2."""
 
 
 @dataclass

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from configurator import Config, InputError
+from command_line import InputError
+from configurator import Config
 
 # What asks a run to stop: torchrun forwards SIGTERM, SIGINT and SIGHUP to its workers; Slurm sends SIGUSR1 where it is told to.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)

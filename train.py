@@ -21,7 +21,8 @@ import torch
 
 import checkpoint
 import distributed
-from configurator import Config, InputError, as_dict, load
+from command_line import InputError
+from configurator import Config, as_dict, load
 from data.loader import Loader, validation_batches
 from data.shards import Dataset, open_dataset
 from distributed import Ranks

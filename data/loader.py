@@ -18,7 +18,7 @@ from typing import Self
 import numpy as np
 import torch
 
-from configurator import InputError
+from command_line import InputError
 from data.shards import TokenStream
 
 SAMPLINGS = ("random", "shuffle")

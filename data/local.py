@@ -29,14 +29,13 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from configurator import InputError
+from command_line import ArgumentParser, InputError
 from data.shards import (
     DATA_FOLDER,
     META,
     SPLITS,
     TOKEN,
     UNFINISHED,
-    ArgumentParser,
     ShardWriter,
     begin,
     open_dataset,

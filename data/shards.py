@@ -10,7 +10,6 @@ their names (of meta.json where there is one), are one packed stream: documents 
 over shard borders.
 """
 
-import argparse
 import hashlib
 import json
 import os
@@ -20,12 +19,12 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import numpy as np
 from tqdm import tqdm
 
-from configurator import InputError
+from command_line import ArgumentParser, InputError
 from data.tokenizer import get_tokenizer
 
 DATA_FOLDER = Path(__file__).resolve().parent
@@ -427,16 +426,6 @@ def _open_shard(entry: _Entry) -> Shard:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Commands
-
-
-class ArgumentParser(argparse.ArgumentParser):
-    """argparse whose faults are InputErrors, one line each, and which takes no abbreviated options."""
-
-    def __init__(self, **more: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **more)
-
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message} (see --help)")
 
 
 def verify(folder: Path) -> tuple[list[str], str]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from configurator import InputError
+from command_line import InputError
 
 EOT_TEXT = "<|endoftext|>"
 NAMES = ("gpt2", "byte")

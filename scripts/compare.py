@@ -10,7 +10,6 @@ Writes comparison.png and comparison.md and prints the latter. Flags:
     --smooth=X           training loss is drawn as a centred moving average over this share of a run (default 0.02; 0: as it is)
 """
 
-import argparse
 import json
 import math
 import os
@@ -19,9 +18,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median, stdev
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
+
+from command_line import ArgumentParser, InputError
 
 FINAL_SHARE = 0.05  # of the logged steps, over whose losses the final training loss is the mean
 # Settings that leave the training curve as it is.
@@ -46,17 +47,6 @@ DERIVED: dict[str, Callable[[dict[str, Any]], Any]] = {
 BASELINE_COLOUR = "#000000"
 COLOURS = ["#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]  # Okabe and Ito: safe for colour-blind readers
 DASHES = ["-", "--", ":"]  # from the seventh variant on
-
-
-def input_error_type() -> type[Exception]:
-    """configurator.InputError. Its module imports torch, which takes longer than all the rest here: so only once it is needed."""
-    from configurator import InputError
-
-    return InputError
-
-
-def input_error(message: str) -> Exception:
-    return input_error_type()(message)
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------------
@@ -93,17 +83,17 @@ class Run:
 def read_run(folder: Path) -> Run:
     """The run in `folder`. Raises InputError, naming the file, for anything that is not one."""
     if not folder.is_dir():
-        raise input_error(f"{folder} is not a run folder" if folder.exists() else f"run folder {folder} does not exist")
+        raise InputError(f"{folder} is not a run folder" if folder.exists() else f"run folder {folder} does not exist")
     path = folder / "config.json"
     try:
         info = json.loads(_read(path))
     except ValueError as error:
-        raise input_error(f"{path} is not JSON: {error}") from None
+        raise InputError(f"{path} is not JSON: {error}") from None
     config = info.get("config") if isinstance(info, dict) else None
     if not isinstance(config, dict):
-        raise input_error(f'{path}: wanted an object with an object "config", as train.py writes it')
+        raise InputError(f'{path}: wanted an object with an object "config", as train.py writes it')
     if missing := sorted({"attention", "seed", "max_iters", "dataset"} - config.keys()):
-        raise input_error(f'{path}: "config" lacks {", ".join(missing)}')
+        raise InputError(f'{path}: "config" lacks {", ".join(missing)}')
 
     records = _records(folder / "metrics.jsonl")
     by_split: dict[str, dict[int, float]] = {"train": {}, "val": {}}
@@ -115,7 +105,7 @@ def read_run(folder: Path) -> Run:
             steps[record["tokens"]] = record["step"]
     for split, found in by_split.items():
         if not found:
-            raise input_error(f"{folder / 'metrics.jsonl'} has no {split} loss yet; a run to compare has train and val lines")
+            raise InputError(f"{folder / 'metrics.jsonl'} has no {split} loss yet; a run to compare has train and val lines")
     trained = [record for record in records if record["split"] == "train"]
 
     def numbers(key: str) -> list[float]:
@@ -132,7 +122,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        raise input_error(f"{path} cannot be read: {error.strerror}") from None
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
@@ -147,7 +137,7 @@ def _records(path: Path) -> list[dict[str, Any]]:
         except (ValueError, KeyError, TypeError):
             whole = False
         if not whole:
-            raise input_error(f"{path} line {number}: wanted an object with step, tokens, split and loss, found {line[:80]!r}")
+            raise InputError(f"{path} line {number}: wanted an object with step, tokens, split and loss, found {line[:80]!r}")
         if record["split"] in ("train", "val"):
             records.append(record)
     return records
@@ -382,7 +372,7 @@ def draw(variants: list[Variant], end: int, x_axis: str, share: float, path: Pat
     try:
         import matplotlib
     except ImportError:
-        raise input_error("the picture needs matplotlib: pip install -r requirements-quickstart.txt") from None
+        raise InputError("the picture needs matplotlib: pip install -r requirements-quickstart.txt") from None
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -474,24 +464,19 @@ def _limit(axes, curves: list[Curve], end: int, *others: float) -> None:
 # --- command ----------------------------------------------------------------------------------------------------------------
 
 
-class ArgumentParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise input_error(f"{message} (see --help)")
-
-
 def compare(folders: list[Path], out: Path | None, x_axis: str, share: float) -> str:
     """Reads the runs, writes comparison.png and comparison.md and returns the latter's text. Raises InputError."""
     if not 0 <= share < 1:
-        raise input_error(f"--smooth: wanted a share of a run, from 0 to below 1, found {share}")
+        raise InputError(f"--smooth: wanted a share of a run, from 0 to below 1, found {share}")
     places = [folder.resolve() for folder in folders]
     if repeated := [folder for i, folder in enumerate(folders) if places[i] in places[:i]]:
-        raise input_error(f"run {repeated[0]} is given twice")
+        raise InputError(f"run {repeated[0]} is given twice")
     runs = [read_run(folder) for folder in folders]
     variants = group(runs)
     end = min(max(run.train) for run in runs)
     for variant in variants:
         if not common_curve([run.train for run in (*variant.runs, *variants[0].runs)], end).tokens.size:
-            raise input_error(f"{variant.runs[0].folder} and {variants[0].runs[0].folder} have no training loss at equal tokens; "
+            raise InputError(f"{variant.runs[0].folder} and {variants[0].runs[0].folder} have no training loss at equal tokens; "
                               f"the same log_interval and tokens per step would give them some")
     if out is None:
         common = Path(os.path.commonpath([place.parent for place in places]))
@@ -499,7 +484,7 @@ def compare(folders: list[Path], out: Path | None, x_axis: str, share: float) ->
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise input_error(f"--out: {out} cannot be made: {error.strerror}") from None
+        raise InputError(f"--out: {out} cannot be made: {error.strerror}") from None
     text = report(variants, end)
     draw(variants, end, x_axis, share, out / "comparison.png")
     temporary = out / ".comparison.md.tmp"
@@ -512,8 +497,7 @@ def compare(folders: list[Path], out: Path | None, x_axis: str, share: float) ->
 
 
 def main(argv: list[str]) -> int:
-    parser = ArgumentParser(prog="python -m scripts.compare", description=__doc__, allow_abbrev=False,
-                            formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(prog="python -m scripts.compare", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder (train.py's out_dir)")
     parser.add_argument("--out", type=Path, metavar="DIR")
     parser.add_argument("--x", choices=("tokens", "steps"), default="tokens")
@@ -521,7 +505,7 @@ def main(argv: list[str]) -> int:
     try:
         args = parser.parse_args(argv)
         print(compare(args.runs, args.out, args.x, args.smooth))
-    except input_error_type() as error:  # evaluated only once something was raised
+    except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

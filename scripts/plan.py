@@ -31,8 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from checkpoint import write_aside
-from configurator import Config, InputError, as_dict, load
-from data.shards import ArgumentParser
+from command_line import ArgumentParser, InputError
+from configurator import Config, as_dict, load
 from model import GPT, loss_rows
 from tracker import GPUS, peak_flops
 from train import autocast_dtype, configure_optimizer

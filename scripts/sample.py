@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 
 import checkpoint
-from configurator import InputError
-from data.shards import ArgumentParser
+from command_line import ArgumentParser, InputError
 from data.tokenizer import NAMES, Tokenizer, get_tokenizer
 from model import GPT
 

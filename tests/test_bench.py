@@ -1,4 +1,4 @@
-"""scripts/bench.py: that what it compares with computes what we compute, and that the command says what it should."""
+"""scripts/bench/: that what it compares with computes what we compute, and that the command says what it should."""
 
 import json
 import math
@@ -16,7 +16,8 @@ from torch import nn
 import model
 from configurator import Config
 from distributed import Ranks
-from scripts import bench
+from scripts.bench import __main__ as command
+from scripts.bench import step as bench
 from train import Run
 
 ROOT = Path(__file__).parents[1]
@@ -191,8 +192,8 @@ def test_command(tmp_path):
 
 
 @pytest.mark.parametrize("argv, said", [
-    ([], "required"),
-    (["pace"], "pace"),
+    ([], "wanted one of step, found none"),
+    (["pace"], "wanted one of step, found 'pace'"),
     (["step", "--rounds=1"], "--rounds: wanted at least 2"),
     (["step", "--rounds=x"], "rounds"),
     (["step", "--compare=gpt2"], "wanted nanogpt, xsa or both, found 'gpt2'"),
@@ -206,13 +207,13 @@ def test_command(tmp_path):
     (["step", "--device=cuda:77"], "cuda:77"),
 ])
 def test_bad_arguments_exit_2_before_any_work(argv, said, capsys):
-    assert bench.main(argv) == 2
+    assert command.main(argv) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("error: ") and len(err.splitlines()) == 1 and said in err
 
 
 def test_help(capsys):
-    assert bench.main(["--help"]) == 0
+    assert command.main(["step", "--help"]) == 0
     assert "--rounds=N" in capsys.readouterr().out
 
 

@@ -15,7 +15,8 @@ import torch
 
 import checkpoint
 import train
-from configurator import InputError, as_dict, load
+from command_line import InputError
+from configurator import as_dict, load
 
 ROOT = Path(__file__).parent.parent
 

@@ -14,7 +14,8 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from configurator import REPLACED, Config, InputError, as_dict, help_text, load
+from command_line import InputError
+from configurator import REPLACED, Config, as_dict, help_text, load
 from model import GPTConfig
 
 ROOT = Path(__file__).parent.parent

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 import distributed
-from configurator import InputError, load
+from command_line import InputError
+from configurator import load
 from distributed import STOP_SIGNALS, Ranks, StopRequest
 
 ROOT = Path(__file__).parent.parent
@@ -190,7 +191,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 import distributed
-from configurator import InputError, load
+from command_line import InputError
+from configurator import load
 
 ranks = distributed.start(load(["--device=cpu", "--dist_timeout=60"]), distributed.StopRequest())
 me, found = ranks.rank, {}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from configurator import InputError
+from command_line import InputError
 from data.loader import IGNORE, Loader, permute, validation_batches
 from data.shards import Dataset, ShardWriter, TokenStream, open_dataset, write_meta
 

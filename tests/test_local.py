@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import data.local
-from configurator import InputError
+from command_line import InputError
 from data.local import find_input, find_quickstart, main
 from data.shards import META, UNFINISHED, Dataset, open_dataset, read_meta
 from data.shards import main as shards_main

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import data.shards
-from configurator import InputError
+from command_line import InputError
 from data.shards import META, UNFINISHED, Dataset, ShardWriter, begin, main, open_dataset, write_meta
 
 EOT = 256

@@ -11,7 +11,7 @@ import requests
 import tiktoken
 
 import data.tokenizer
-from configurator import InputError
+from command_line import InputError
 from data.tokenizer import EOT_TEXT, GPT2_CACHE_FILES, get_tokenizer, split_text
 
 ODD_TEXTS = [

@@ -25,7 +25,6 @@ import math
 import multiprocessing
 import os
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -42,8 +41,8 @@ from tqdm import tqdm
 
 import distributed
 from checkpoint import write_aside
-from configurator import Config, InputError, as_dict, load
-from data.shards import ArgumentParser
+from command_line import ArgumentParser, InputError
+from configurator import Config, as_dict, load
 from distributed import Ranks
 from model import GPT, IGNORE
 from tracker import environment, peak_flops
@@ -343,8 +342,7 @@ def _verdict(what: str, found: float, limit: float, quartiles: list[float] | Non
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     """The benchmark's flags (rounds, arms, json) and the run's settings. Raises InputError."""
-    parser = ArgumentParser(prog="python -m scripts.bench", add_help=False)
-    parser.add_argument("what", choices=["step"], metavar="step")
+    parser = ArgumentParser(prog="python -m scripts.bench step", add_help=False)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--compare", default="nanogpt,xsa")
     parser.add_argument("--json", type=Path)
@@ -368,19 +366,16 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
 
 
 def main(argv: list[str]) -> int:
+    """Runs the benchmark. Raises InputError."""
     if "--help" in argv or "-h" in argv:
         print(__doc__)
         return 0
-    try:
-        own, config = parse(argv)
-        device = distributed.start(config).device
-        if device.type not in ("cpu", "cuda"):
-            raise InputError(f"device: wanted cpu or cuda, found {device}: peak memory cannot be read elsewhere")
-        if device.type == "cpu" and not Path("/proc/self/status").exists():
-            raise InputError("peak memory on CPU is read from /proc, which this system does not have")
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    own, config = parse(argv)
+    device = distributed.start(config).device
+    if device.type not in ("cpu", "cuda"):
+        raise InputError(f"device: wanted cpu or cuda, found {device}: peak memory cannot be read elsewhere")
+    if device.type == "cpu" and not Path("/proc/self/status").exists():
+        raise InputError("peak memory on CPU is read from /proc, which this system does not have")
     facts = environment(device)
     compiled = config.compile or (config.compile is None and device.type == "cuda")
     dtype = str(autocast_dtype(config.dtype, device) or torch.float32).removeprefix("torch.")
@@ -406,7 +401,3 @@ def main(argv: list[str]) -> int:
                   "dtype": dtype, **facts}
         write_aside(own.json, json.dumps(record, indent=1) + "\n")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

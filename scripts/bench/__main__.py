@@ -1,0 +1,30 @@
+"""Benchmarks, each a module of this folder:
+
+    python -m scripts.bench step [config files] [--key=value ...]     an optimizer step: this repository's, NanoGPT's, and XSA's
+
+`python -m scripts.bench step --help` says what it measures and how.
+"""
+
+import importlib
+import sys
+
+from command_line import InputError
+
+BENCHMARKS = ("step",)
+
+
+def main(argv: list[str]) -> int:
+    if argv[:1] in (["--help"], ["-h"]):
+        print(__doc__)
+        return 0
+    try:
+        if not argv or argv[0] not in BENCHMARKS:
+            raise InputError(f"benchmark: wanted one of {', '.join(BENCHMARKS)}, found {argv[0] if argv else 'none'}")
+        return importlib.import_module(f"scripts.bench.{argv[0]}").main(argv[1:])
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
