@@ -19,7 +19,7 @@ def main(argv: list[str]) -> int:
         return 0
     try:
         if not argv or argv[0] not in BENCHMARKS:
-            raise InputError(f"benchmark: wanted one of {', '.join(BENCHMARKS)}, found {argv[0] if argv else 'none'}")
+            raise InputError(f"benchmark: wanted one of {', '.join(BENCHMARKS)}, found {repr(argv[0]) if argv else 'none'}")
         return importlib.import_module(f"scripts.bench.{argv[0]}").main(argv[1:])
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
