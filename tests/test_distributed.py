@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 import distributed
-from command_line import InputError
+from command_line import STOP_SIGNALS, InputError, StopRequest
 from configurator import load
-from distributed import STOP_SIGNALS, Ranks, StopRequest
+from distributed import Ranks
 
 ROOT = Path(__file__).parent.parent
 
@@ -191,10 +191,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 import distributed
-from command_line import InputError
+from command_line import InputError, StopRequest
 from configurator import load
 
-ranks = distributed.start(load(["--device=cpu", "--dist_timeout=60"]), distributed.StopRequest())
+ranks = distributed.start(load(["--device=cpu", "--dist_timeout=60"]), StopRequest())
 me, found = ranks.rank, {}
 
 found["place"] = [ranks.rank, ranks.world_size, ranks.is_master, str(ranks.device), dist.get_backend()]

@@ -1,0 +1,1 @@
+def is_transient(e): return False

@@ -1,0 +1,305 @@
+"""data/fineweb.py: the same bytes whatever the workers, the ranks and the interruptions; what goes wrong is said."""
+
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data import fineweb
+from data.documents import document_hash
+from data.shards import META, UNFINISHED, open_dataset, read_meta
+from tests.test_documents import ODD, damage, words, write_jsonl, write_parquet
+
+ROOT = Path(__file__).parents[1]
+FRACTION = 0.05
+ARGUMENTS = ["--tokenizer=byte", f"--val_fraction={FRACTION}", "--shard_tokens=5000"]
+# Saves after every batch, and makes small ones, so that a run of a second has hundreds of moments to be interrupted at.
+BUSY = ("import sys, data.fineweb as f, data.documents as d; f._SAVE_INTERVAL_S = 0; d.BATCH_BYTES = 300; d._ROWS_PER_READ = 10; "
+        "sys.exit(f.main(sys.argv[1:]))")
+SLOW = BUSY.replace("sys.exit", "import time; save = f.Part.save; f.Part.save = lambda *a: (save(*a), time.sleep(.01)); sys.exit")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> tuple[Path, Path, list[list[str]]]:
+    """A folder of parquet files, one of jsonl files with the same documents, and these, file by file."""
+    files = [words(400, seed=1) + ODD, words(250, seed=2), [], words(700, seed=3), words(1, seed=4)]
+    parquet, jsonl = tmp_path_factory.mktemp("parquet"), tmp_path_factory.mktemp("jsonl")
+    for i, texts in enumerate(files):
+        write_parquet(parquet / f"{i:03d}.parquet", texts, row_group=37 * (i + 1))
+        write_jsonl(jsonl / f"{i:03d}.jsonl", texts)
+    return parquet, jsonl, files
+
+
+@pytest.fixture(scope="module")
+def straight(corpus, tmp_path_factory) -> Path:
+    """One worker's uninterrupted run over the parquet files."""
+    out = tmp_path_factory.mktemp("straight") / "set"
+    assert fineweb.main([f"--out={out}", "--input", str(corpus[0]), "--workers=1", *ARGUMENTS]) == 0
+    return out
+
+
+def start(out: Path, source: Path, *more: str, program: str = BUSY, **popen) -> subprocess.Popen:
+    command = [sys.executable, "-c", program, f"--out={out}", "--input", str(source), *ARGUMENTS, *more]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **popen)
+
+
+def finish(process: subprocess.Popen) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    meta = files.pop(META).decode()
+    return files | {META: re.sub(r'"what": ".*"|"digest": ".*"|"bytes": \d+', "", meta).encode()}  # these tell the input apart
+
+
+def streams(folder: Path) -> dict[str, list[int]]:
+    dataset = open_dataset(folder)
+    return {stream.split: stream.read(0, stream.n_tokens).tolist() for stream in (dataset.train, dataset.val)}
+
+
+def last(text: str) -> str:
+    return text.strip().splitlines()[-1]
+
+
+def wait_for(process: subprocess.Popen, out: Path) -> None:
+    """Until progress has been saved."""
+    while not list(out.glob(".*progress.json")):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.002)
+
+
+def test_streams_are_those_of_a_plain_loop(corpus, straight):
+    wanted: dict[str, list[int]] = {"train": [], "val": []}
+    for text in (text for texts in corpus[2] for text in texts if text):
+        wanted["val" if document_hash(text) / 2**64 < FRACTION else "train"] += [256, *text.encode()]
+    assert streams(straight) == wanted
+    meta = read_meta(straight)
+    assert all(shard["tokens"] == 5000 for shards in meta["splits"].values() for shard in shards[:-1])
+    assert meta["split_by"] == "hash" and meta["counts"] == {"documents": 1359, "empty": 1, "skipped": 0}
+    assert not [path for path in straight.iterdir() if path.name.startswith(".") or path.name == UNFINISHED]
+
+
+@pytest.mark.parametrize("kind, workers", [("parquet", 2), ("jsonl", 1), ("jsonl", 3)])
+def test_workers_and_the_kind_of_file_do_not_matter(corpus, straight, tmp_path, kind, workers):
+    source = corpus[0 if kind == "parquet" else 1]
+    assert finish(start(tmp_path / "set", source, f"--workers={workers}"))[0] == 0
+    assert content(tmp_path / "set") == content(straight)
+
+
+def test_gpt2_ids_are_those_of_tiktoken(corpus, tmp_path, gpt2_vocabulary):
+    import tiktoken
+
+    out = tmp_path / "set"
+    arguments = ["--input", str(corpus[0]), "--workers=2", f"--val_fraction={FRACTION}"]
+    assert fineweb.main([f"--out={out}", *arguments]) == 0
+    encode = tiktoken.get_encoding("gpt2").encode_ordinary
+    wanted: dict[str, list[int]] = {"train": [], "val": []}
+    for text in (text for texts in corpus[2] for text in texts if text):
+        wanted["val" if document_hash(text) / 2**64 < FRACTION else "train"] += [50256, *encode(text)]
+    assert streams(out) == wanted
+
+
+def test_killed_again_and_again(corpus, straight, tmp_path):
+    draw, kills, out = random.Random(5), 0, tmp_path / "set"
+    while True:
+        process = start(out, corpus[0], "--workers=2", program=SLOW)
+        time.sleep(draw.uniform(0.3, 1.5))
+        if process.poll() is not None:
+            break
+        process.kill()
+        kills += 1
+        finish(process)  # returns once the pipes are closed: no worker outlives its parent
+    code, text, err = finish(process)
+    assert code == 0, err
+    assert kills >= 3 and "going on: " in text
+    assert content(out) == content(straight)
+
+
+def test_a_kill_between_the_last_shard_and_meta_json(corpus, straight, tmp_path):
+    out = tmp_path / "set"
+    program = BUSY.replace("sys.exit", "f.merge = lambda *_: f.os.kill(f.os.getpid(), 9); sys.exit")
+    assert finish(start(out, corpus[0], program=program))[0] == -signal.SIGKILL
+    assert not (out / META).exists()
+    assert finish(start(out, corpus[0]))[0] == 0
+    assert content(out) == content(straight)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_stops_on_request_and_goes_on(corpus, straight, tmp_path, number):
+    out = tmp_path / "set"
+    process = start(out, corpus[0], "--workers=2", start_new_session=True)
+    wait_for(process, out)
+    os.killpg(process.pid, number)  # as a terminal and Slurm do: the workers get it too
+    code, text, err = finish(process)
+    assert code == 0 and f"stopped by {signal.Signals(number).name}" in text, err
+    assert not (out / META).exists()
+    code, text, err = finish(start(out, corpus[0]))
+    assert code == 0 and "going on: " in text, err
+    assert content(out) == content(straight)
+
+
+def test_nothing_that_was_saved_is_tokenized_again(corpus, tmp_path):
+    out = tmp_path / "set"
+    process = start(out, corpus[0], "--workers=1")
+    wait_for(process, out)
+    process.send_signal(signal.SIGTERM)
+    finish(process)
+    done = fineweb.Part(out, 0, 1).load()
+    program = BUSY.replace("sys.exit", "g = f.tokenize_in_order; f.tokenize_in_order = lambda b, *a: g(map(lambda x: "
+                           "(print('batch', x[0], x[1].block.first_row), x)[1], b), *a); sys.exit")
+    code, text, _ = finish(start(out, corpus[0], program=program))
+    seen = [tuple(map(int, line.split()[1:])) for line in text.splitlines() if line.startswith("batch")]
+    assert code == 0 and seen[0] >= (done.file, done.position.row) and done.documents > 0
+
+
+@pytest.mark.parametrize("limit", [1500, 9000])
+def test_a_full_disk(corpus, straight, tmp_path, limit):
+    out = tmp_path / "set"
+    shutil.copytree(corpus[0], tmp_path / "in")
+
+    def small_files() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    code, _, err = finish(start(out, corpus[0], preexec_fn=small_files))
+    assert code == 1 and last(err) == f"error: {out}: File too large; what is finished stays, and the same command goes on"
+    assert "Traceback" not in err
+    assert finish(start(out, corpus[0]))[0] == 0
+    assert content(out) == content(straight)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+def test_ranks_make_one_data_set_in_any_order(corpus, straight, tmp_path, order):
+    out = tmp_path / "set"
+    for n, rank in enumerate(order, 1):
+        code, text, _ = finish(start(out, corpus[0], f"--rank={rank}", "--world=3", "--workers=1"))
+        assert code == 0 and (out / META).exists() == (n == 3)
+        if n < 3:
+            assert f"{n} of 3 ranks are finished" in text
+    assert streams(out) == streams(straight)
+    assert finish(start(out, corpus[0], "--rank=1", "--world=3"))[:2] == (0, f"{out}: made before from this input with these "
+                                                                             "arguments; nothing to do\n")
+
+
+def test_ranks_at_the_same_time_by_torchruns_environment(corpus, straight, tmp_path):
+    out = tmp_path / "set"
+    ranks = [start(out, corpus[0], env=os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
+             for rank in range(2)]
+    assert [finish(rank)[0] for rank in ranks] == [0, 0]
+    assert streams(out) == streams(straight)
+    assert not [path for path in out.iterdir() if path.name.startswith(".")]
+
+
+def test_bad_documents_are_named_then_skipped(corpus, tmp_path):
+    texts = words(600)
+    source = tmp_path / "in"
+    source.mkdir()
+    write_parquet(source / "a.parquet", [*texts[:250], None, *texts[251:]])
+    write_parquet(source / "b.parquet", texts)
+    damage(source / "b.parquet", 1)
+    out = tmp_path / "set"
+    for _ in range(2):
+        code, _, err = finish(start(out, source))
+        assert code == 1 and last(err) == ("error: a.parquet: row 250: 'text' is null, wanted a string; --skip_bad leaves such "
+                                           "documents out")
+    code, text, err = finish(start(out, source, "--skip-bad"))
+    assert code == 0, err
+    assert "101 documents could not be read and were left out: fineweb_skipped.txt" in text
+    lines = (out / "fineweb_skipped.txt").read_text().splitlines()
+    assert lines[0] == "a.parquet: row 250: 'text' is null, wanted a string" and len(lines) == 2
+    assert lines[1].startswith("b.parquet: rows 100 to 199: not readable as parquet")
+    assert read_meta(out)["counts"]["documents"] == 1200 - 101
+
+
+def test_a_worker_that_dies(corpus, straight, tmp_path):
+    out = tmp_path / "set"
+    process = start(out, corpus[0], "--workers=1")
+    wait_for(process, out)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    workers = [int(child) for child in children if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text()]
+    os.kill(workers[0], signal.SIGKILL)
+    code, _, err = finish(process)
+    assert code == 1 and last(err).startswith("error: a worker process died")
+    assert finish(start(out, corpus[0]))[0] == 0
+    assert content(out) == content(straight)
+
+
+def test_a_second_process_is_refused(corpus, tmp_path):
+    out = tmp_path / "set"
+    process = start(out, corpus[0])
+    wait_for(process, out)
+    process.send_signal(signal.SIGSTOP)
+    try:
+        code, _, err = finish(start(out, corpus[0]))
+        assert code == 2 and "another process is at work on fineweb" in last(err)
+    finally:
+        process.send_signal(signal.SIGCONT)
+    assert finish(process)[0] == 0
+
+
+def test_a_finished_folder_is_left_alone(corpus, straight, capsys):
+    before = {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in straight.iterdir()}
+    assert fineweb.main([f"--out={straight}", "--input", str(corpus[0]), *ARGUMENTS]) == 0
+    assert "nothing to do" in capsys.readouterr().out
+    assert {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in straight.iterdir()} == before
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_other_input_or_arguments_are_refused(corpus, straight, tmp_path, capsys, finished):
+    out = tmp_path / "set"
+    shutil.copytree(straight, out)
+    if not finished:
+        meta = read_meta(out)
+        (out / META).unlink()
+        fineweb.begin(out, {key: meta[key] for key in ("source", "arguments")})
+    for more, said in (([str(corpus[1])], "made from other input"), ([str(corpus[0]), "--shard_tokens=6000"], "other arguments")):
+        assert fineweb.main([f"--out={out}", "--input", more[0], *ARGUMENTS, *more[1:]]) == 2
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more, said", [
+    (["--workers=0"], "--workers: wanted at least 1"),
+    (["--val_fraction=0"], "--val_fraction: wanted a number between 0 and 1"),
+    (["--val_fraction=0.0005"], "wanted at least 10, such as with --val_fraction=0.0074"),
+    (["--shard_tokens=0"], "--shard_tokens"),
+    (["--rank=1"], "both or neither"),
+    (["--rank=2", "--world=2"], "--rank: wanted 0 to 1"),
+    (["--text_field=body"], "no column 'body'"),
+    (["--subset=sample-10BT"], "wanted one of them"),
+    (["--shards=1"], "only with --pretokenized"),
+    (["--tokenizer=gpt4"], "invalid choice"),
+    (["--skip-worse"], "--skip-worse"),
+])
+def test_bad_arguments(corpus, tmp_path, capsys, more, said):
+    assert fineweb.main([f"--out={tmp_path / 'set'}", "--input", str(corpus[0]), *ARGUMENTS, *more]) == 2
+    err = capsys.readouterr().err
+    assert said in err and last(err).startswith("error: ")
+    assert not (tmp_path / "set").exists()
+
+
+def test_a_folder_with_other_files_and_a_file_are_refused(corpus, tmp_path, capsys):
+    (tmp_path / "notes.txt").touch()
+    for out, said in ((tmp_path, "holds other files"), (tmp_path / "notes.txt", "is a file")):
+        assert fineweb.main([f"--out={out}", "--input", str(corpus[0]), *ARGUMENTS]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_ids_that_uint16_would_wrap_are_refused(corpus, tmp_path, monkeypatch, capsys):
+    def wide(batches, *_):
+        for number, batch in batches:
+            yield number, batch, fineweb.Result({"train": np.array([70_000]), "val": np.array([0])})
+
+    monkeypatch.setattr(fineweb, "tokenize_in_order", wide)
+    assert fineweb.main([f"--out={tmp_path / 'set'}", "--input", str(corpus[0]), *ARGUMENTS]) == 2
+    assert "wanted ids 0 to 65535, found 70000" in capsys.readouterr().err
