@@ -34,7 +34,7 @@ class Config(GPTConfig):
     seed: Annotated[int, "seed of weights, batches and dropout"] = 1337
 
     # data
-    dataset: Annotated[str, "a folder under data/ (python -m data.local makes one) or any path"] = "fineweb"
+    dataset: Annotated[str, "a folder under data/ (python -m data.fineweb and data.local make them) or any path"] = "fineweb"
     sampling: Annotated[Literal["random", "shuffle"], "random: windows drawn with replacement (the paper's protocol); "
                         "shuffle: every window once an epoch"] = "random"
     global_batch_size: Annotated[int, "sequences per optimizer step, over all ranks and micro-steps"] = 256

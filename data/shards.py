@@ -359,7 +359,7 @@ def find_folder(folder: str | Path) -> Path:
     prepared = sorted(path.parent.name for path in DATA_FOLDER.glob(f"*/{META}"))
     raise InputError(
         f"dataset: no folder {str(folder)!r}, neither under data/ nor as a path. "
-        f"Prepared under data/: {', '.join(prepared) or 'none'}. Make one: "
+        f"Prepared under data/: {', '.join(prepared) or 'none'}. Make one: python -m data.fineweb, or "
         f"python -m data.local --input TEXT --tokenizer=gpt2 --out={folder or 'DIR'}"
     )
 

@@ -242,7 +242,7 @@ def test_nanogpt_folder_without_headers(tmp_path: Path) -> None:
 def test_name_under_data(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data.shards, "DATA_FOLDER", folder.parent)
     assert open_dataset("set").folder == folder
-    with pytest.raises(InputError, match=r"no folder 'nothing'.*Prepared under data/: set\. Make one: python -m data\.local"):
+    with pytest.raises(InputError, match=r"no folder 'nothing'.*Prepared under data/: set\. Make one: python -m data\.fineweb, or"):
         open_dataset("nothing")
     with pytest.raises(InputError, match="no folder ''"):
         open_dataset("")
