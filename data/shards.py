@@ -1,6 +1,6 @@
 """The data set folder: write it, read it as one token stream per split, verify it.
 
-    python -m data.shards verify quickstart       # every size, header, checksum, id and count; exit 1 if any is wrong
+    python -m data.shards verify quickstart       # sizes, headers, checksums, ids, documents; exit 1 if any is wrong
     python -m data.shards inspect quickstart      # tokens, documents, mean length and an example of each split
 
 A folder holds `*_train_*.bin`, `*_val_*.bin` and `meta.json`. A shard is a header of 256 little-endian int32 (magic 20240520,
@@ -24,10 +24,8 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from tqdm import tqdm
 
 from command_line import ArgumentParser, InputError
-from data.tokenizer import get_tokenizer
 
 DATA_FOLDER = Path(__file__).resolve().parent
 SPLITS = ("train", "val")
@@ -41,7 +39,6 @@ META = "meta.json"
 UNFINISHED = "meta.json.unfinished"  # there from the first byte written until meta.json is complete
 
 _SHARD_NAME = re.compile(r".*_(train|val)_.*\.bin")  # greedy: the last _train_ or _val_ of a name decides
-_CHUNK_BYTES = 1 << 23
 _MAX_OPEN_FILES = 64  # a full set has 1030 shards, and the usual limit of a process is 1024 open files
 
 
@@ -87,7 +84,7 @@ class ShardWriter:
         self._shards = list(state["shards"])
         self.n_tokens = sum(shard["tokens"] for shard in self._shards) + state["filled"]
         for shard in self._shards:
-            _open_shard(_Entry(self._folder / shard["file"], shard["tokens"]))
+            open_shard(Entry(self._folder / shard["file"], shard["tokens"]))
         current = self._folder / self._file_name(len(self._shards))
         if not state["filled"]:
             self._temporary.unlink(missing_ok=True)
@@ -316,7 +313,7 @@ class Dataset:
 
 
 @dataclass(frozen=True)
-class _Entry:
+class Entry:
     """A shard as the folder lists it, its file not yet looked at. tokens, documents and sha256 as meta.json claims them."""
 
     path: Path
@@ -330,7 +327,7 @@ def open_dataset(folder: str | Path) -> Dataset:
     InputError names the file at fault: missing, unfinished, no train or no val tokens, another format, truncated."""
     path = find_folder(folder)
     meta, entries = _list_entries(path)
-    streams = {split: TokenStream(split, [_open_shard(entry) for entry in entries[split]]) for split in SPLITS}
+    streams = {split: TokenStream(split, [open_shard(entry) for entry in entries[split]]) for split in SPLITS}
     identity = [meta["tokenizer"] if meta else None] + [
         [split, [[shard.path.name, shard.n_tokens, shard.sha256] for shard in streams[split].shards]] for split in SPLITS
     ] + [_samples(streams[split]) for split in SPLITS]
@@ -364,62 +361,99 @@ def find_folder(folder: str | Path) -> Path:
     )
 
 
-def _list_entries(folder: Path) -> tuple[dict[str, Any] | None, dict[str, list[_Entry]]]:
+def _list_entries(folder: Path) -> tuple[dict[str, Any] | None, dict[str, list[Entry]]]:
     if (folder / META).exists():
         meta = read_meta(folder)
-        return meta, {
-            split: [_Entry(folder / s["file"], s["tokens"], s.get("documents"), s.get("sha256")) for s in meta["splits"][split]]
-            for split in SPLITS
-        }
+        return meta, entries_of_meta(folder, meta)
     if (folder / UNFINISHED).exists():
-        raise InputError(f"{folder / UNFINISHED}: this data set was never finished; prepare it again with the same command")
-    entries: dict[str, list[_Entry]] = {split: [] for split in SPLITS}
-    for path in sorted(folder.glob("*.bin")):
-        match = _SHARD_NAME.fullmatch(path.name)
-        if match and not path.name.startswith("."):
-            entries[match[1]].append(_Entry(path))
-    for split in SPLITS:
-        raw = folder / f"{split}.bin"
-        if raw.exists() and entries[split]:
-            raise InputError(f"{folder}: holds both {raw.name} and {entries[split][0].path.name}; keep one of the two forms")
-        if raw.exists():
-            entries[split].append(_Entry(raw))
-        if not entries[split]:
-            raise InputError(f"{folder}: no {split} shards; wanted *_{split}_*.bin, or {split}.bin as NanoGPT writes it")
+        raise InputError(never_finished(folder))
+    entries, faults = entries_by_name(folder)
+    if faults:
+        raise InputError(faults[0])
     return None, entries
 
 
+def never_finished(folder: Path) -> str:
+    return f"{folder / UNFINISHED}: this data set was never finished; prepare it again with the same command"
+
+
+def entries_of_meta(folder: Path, meta: dict[str, Any]) -> dict[str, list[Entry]]:
+    """The shards of each split that a sound meta.json lists."""
+    return {
+        split: [Entry(folder / s["file"], s["tokens"], s.get("documents"), s.get("sha256")) for s in meta["splits"][split]]
+        for split in SPLITS
+    }
+
+
+def entries_by_name(folder: Path) -> tuple[dict[str, list[Entry]], list[str]]:
+    """The shards of each split in a folder without meta.json, and what keeps them from being a data set."""
+    entries: dict[str, list[Entry]] = {split: [] for split in SPLITS}
+    faults = []
+    for path in sorted(folder.glob("*.bin")):
+        match = _SHARD_NAME.fullmatch(path.name)
+        if match and not path.name.startswith("."):
+            entries[match[1]].append(Entry(path))
+    for split in SPLITS:
+        raw = folder / f"{split}.bin"
+        if raw.exists() and entries[split]:
+            faults.append(f"{folder}: holds both {raw.name} and {entries[split][0].path.name}; keep one of the two forms")
+        if raw.exists():
+            entries[split].append(Entry(raw))
+        if not entries[split]:
+            faults.append(f"{folder}: no {split} shards; wanted *_{split}_*.bin, or {split}.bin as NanoGPT writes it")
+    return entries, faults
+
+
 def read_json(path: Path) -> Any:
-    """InputError: the file holds no JSON."""
+    """InputError: the file cannot be read or holds no JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not JSON ({error})") from None
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
     """meta.json of a finished folder, checked. InputError names the key at fault."""
+    meta, faults = check_meta(folder)
+    if faults:
+        raise InputError(faults[0])
+    return meta
+
+
+def check_meta(folder: Path) -> tuple[Any, list[str]]:
+    """meta.json and everything that is wrong with it."""
     path = folder / META
-    meta = read_json(path)
+    faults = []
+    try:
+        meta = read_json(path)
+    except InputError as error:
+        return None, [str(error)]
 
-    def want(holds: bool, key: str, wanted: str, found: object) -> None:
+    def want(holds: bool, key: str, wanted: str, found: object) -> bool:
         if not holds:
-            raise InputError(f"{path}: {key}: wanted {wanted}, found {found!r}")
+            faults.append(f"{path}: {key}: wanted {wanted}, found {found!r}")
+        return holds
 
-    want(isinstance(meta, dict), "content", "an object", type(meta).__name__)
+    if not want(isinstance(meta, dict), "content", "an object", type(meta).__name__):
+        return None, faults
     want(meta.get("format_version") == FORMAT_VERSION, "format_version", str(FORMAT_VERSION), meta.get("format_version"))
     want(isinstance(meta.get("tokenizer"), str), "tokenizer", "a name", meta.get("tokenizer"))
     for key, low in (("vocab_size", 1), ("eot", 0)):
         want(_is_count(meta.get(key), low), key, f"an integer from {low} on", meta.get(key))
     want(meta.get("dtype") == "uint16", "dtype", "'uint16'", meta.get("dtype"))
     splits = meta.get("splits")
-    want(isinstance(splits, dict), "splits", "an object", splits)
+    if not want(isinstance(splits, dict), "splits", "an object", splits):
+        return meta, faults
     for split in SPLITS:
         shards = splits.get(split)
-        want(isinstance(shards, list) and len(shards) > 0, f"splits.{split}", "a list of shards, not empty", shards)
+        if not want(isinstance(shards, list) and len(shards) > 0, f"splits.{split}", "a list of shards, not empty", shards):
+            continue
         for number, shard in enumerate(shards):
             key = f"splits.{split}[{number}]"
-            want(isinstance(shard, dict), key, "an object", shard)
+            if not want(isinstance(shard, dict), key, "an object", shard):
+                continue
             file = shard.get("file")
             want(isinstance(file, str) and Path(file).name == file != "", f"{key}.file", "a file name", file)
             want(_is_count(shard.get("tokens"), 1), f"{key}.tokens", "a positive integer", shard.get("tokens"))
@@ -427,125 +461,67 @@ def read_meta(folder: Path) -> dict[str, Any]:
                 want(_is_count(shard["documents"], 0), f"{key}.documents", "a count", shard["documents"])
             if "sha256" in shard:
                 want(isinstance(shard["sha256"], str), f"{key}.sha256", "hex digits", shard["sha256"])
-    return meta
+    return meta, faults
 
 
 def _is_count(value: object, low: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= low
 
 
-def _open_shard(entry: _Entry) -> Shard:
-    """Check one file's header and size against each other and against meta.json."""
+def open_shard(entry: Entry) -> Shard:
+    """Check one file's header and size against each other and against meta.json. InputError: its first fault."""
+    shard, faults = check_shard(entry)
+    if shard is None or faults:
+        raise InputError(faults[0])
+    return shard
+
+
+def check_shard(entry: Entry) -> tuple[Shard | None, list[str]]:
+    """The shard, None where its tokens cannot be told, and every fault of its header and size."""
     path = entry.path
     if not path.is_file():
-        raise InputError(f"{path}: missing" + (f", but listed in {META}" if entry.tokens is not None else ""))
+        return None, [f"{path}: missing" + (f", but listed in {META}" if entry.tokens is not None else "")]
     try:
         size = path.stat().st_size
         header = np.fromfile(path, dtype="<i4", count=3) if size >= HEADER_BYTES else np.zeros(3, dtype="<i4")
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+        return None, [f"{path}: cannot be read ({error.strerror})"]
     if path.name in ("train.bin", "val.bin") and entry.tokens is None:
         if header[0] == MAGIC:
-            raise InputError(f"{path}: has a shard's header under the name of a file without one; rename it x_{path.stem}_0.bin")
+            return None, [f"{path}: has a shard's header under the name of a file without one; rename it x_{path.stem}_0.bin"]
         if size == 0 or size % 2:
-            raise InputError(f"{path}: wanted uint16 tokens, two bytes each, found {size} bytes")
-        return Shard(path, size // 2, 0)
+            return None, [f"{path}: wanted uint16 tokens, two bytes each, found {size} bytes"]
+        return Shard(path, size // 2, 0), []
     if size < HEADER_BYTES:
-        raise InputError(f"{path}: header: wanted {HEADER_BYTES} bytes, the file has {size}")
+        return None, [f"{path}: header: wanted {HEADER_BYTES} bytes, the file has {size}"]
     if header[0] != MAGIC:
-        raise InputError(f"{path}: magic number: wanted {MAGIC}, found {header[0]}: not a shard of uint16 tokens")
+        return None, [f"{path}: magic number: wanted {MAGIC}, found {header[0]}: not a shard of uint16 tokens"]
+    faults = []
     if header[1] != VERSION:
-        raise InputError(f"{path}: version: wanted {VERSION}, found {header[1]}")
+        faults.append(f"{path}: version: wanted {VERSION}, found {header[1]}")
     n_tokens = int(header[2])
+    sized = n_tokens >= 1 and size == HEADER_BYTES + 2 * n_tokens
     if n_tokens < 1:
-        raise InputError(f"{path}: token count: wanted at least 1, found {n_tokens}")
-    if size != HEADER_BYTES + 2 * n_tokens:
+        faults.append(f"{path}: token count: wanted at least 1, found {n_tokens}")
+    elif not sized:
         fault = "truncated" if size < HEADER_BYTES + 2 * n_tokens else "trailing bytes"
-        raise InputError(f"{path}: {fault}: {n_tokens} tokens take {HEADER_BYTES + 2 * n_tokens} bytes, the file has {size}")
+        faults.append(f"{path}: {fault}: {n_tokens} tokens take {HEADER_BYTES + 2 * n_tokens} bytes, the file has {size}")
     if entry.tokens is not None and n_tokens != entry.tokens:
-        raise InputError(f"{path}: token count: {META} says {entry.tokens}, the header {n_tokens}")
-    return Shard(path, n_tokens, HEADER_BYTES, entry.sha256, entry.documents)
+        faults.append(f"{path}: token count: {META} says {entry.tokens}, the header {n_tokens}")
+    known = sized and header[1] == VERSION
+    return Shard(path, n_tokens, HEADER_BYTES, entry.sha256, entry.documents) if known else None, faults
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Commands
 
 
-def verify(folder: Path) -> tuple[list[str], str]:
-    """Read everything once. Returns the faults, one line each, and a summary."""
-    try:
-        meta, entries = _list_entries(folder)
-    except InputError as error:
-        return [str(error)], ""
-    faults: list[str] = []
-    if meta:
-        listed = {entry.path.name for split in SPLITS for entry in entries[split]}
-        present = {path.name for path in folder.glob("*.bin") if _SHARD_NAME.fullmatch(path.name)}
-        faults += [f"{folder / file}: not listed in {META}" for file in sorted(present - listed)]
-    shards = {}
-    for split in SPLITS:
-        for entry in entries[split]:
-            try:
-                shards[entry.path] = _open_shard(entry)
-            except InputError as error:
-                faults.append(str(error))
-    highest = -1
-    total = sum(2 * shard.n_tokens for shard in shards.values())
-    with tqdm(total=total, desc="verify", unit="B", unit_scale=True, mininterval=1) as progress:
-        for shard in shards.values():
-            sha256 = hashlib.sha256()
-            top, documents = -1, 0
-            with open(shard.path, "rb") as file:
-                sha256.update(file.read(shard.first_byte))
-                while chunk := file.read(_CHUNK_BYTES):
-                    sha256.update(chunk)
-                    tokens = np.frombuffer(chunk, dtype=TOKEN)
-                    top = max(top, int(tokens.max()))
-                    documents += int(np.count_nonzero(tokens == meta["eot"])) if meta else 0
-                    progress.update(len(chunk))
-            highest = max(highest, top)
-            if meta and top >= meta["vocab_size"]:
-                faults.append(f"{shard.path}: id {top}: tokenizer {meta['tokenizer']} has a vocabulary of {meta['vocab_size']}")
-            if shard.sha256 is not None and sha256.hexdigest() != shard.sha256:
-                faults.append(f"{shard.path}: sha256: {META} says {shard.sha256}, the file has {sha256.hexdigest()}")
-            if shard.documents is not None and documents != shard.documents:
-                faults.append(f"{shard.path}: documents: {META} says {shard.documents}, the file has {documents}")
-    tokens = {split: sum(shards[entry.path].n_tokens for entry in entries[split] if entry.path in shards) for split in SPLITS}
-    counts = ", ".join(f"{split} {tokens[split]:,} tokens in {len(entries[split])} shards" for split in SPLITS)
-    checked = f"vocabulary {meta['vocab_size']}" if meta else f"no {META}: checksums and vocabulary not checked"
-    return faults, f"{folder}: good: {counts}, highest id {highest}, {checked}"
-
-
-def inspect(folder: Path) -> str:
-    """What is in the folder, for people. Documents are counted where meta.json gives EOT."""
-    dataset = open_dataset(folder)
-    meta = dataset.meta
-    lines = [f"{folder}: fingerprint {dataset.fingerprint[:16]}"]
-    lines.append(f"tokenizer {meta['tokenizer']}, vocabulary {meta['vocab_size']}, EOT {meta['eot']}" if meta else f"no {META}")
-    tokenizer = None
-    if meta:
-        try:
-            tokenizer = get_tokenizer(meta["tokenizer"])
-        except InputError as error:
-            lines.append(f"no example: {error}")
-    for stream in (dataset.train, dataset.val):
-        line = f"{stream.split}: {stream.n_tokens:,} tokens in {len(stream.shards)} shards"
-        if meta:
-            counts = [shard.documents for shard in stream.shards]
-            if None not in counts and sum(counts):
-                line += f", {sum(counts):,} documents of {stream.n_tokens / sum(counts):,.1f} tokens on average, EOT included"
-        else:
-            line += ", documents unknown"
-        lines.append(line)
-        if tokenizer:
-            lines.append(f"  begins {tokenizer.decode(stream.read(0, min(100, stream.n_tokens)))!r}")
-    return "\n".join(lines)
-
-
 def main(argv: list[str]) -> int:
     parser = ArgumentParser(prog="python -m data.shards", description=__doc__)
     parser.add_argument("command", choices=("verify", "inspect"))
     parser.add_argument("folder", metavar="DIR", help="a data set's name under data/, or its path")
+    from data.verify import inspect, verify  # it imports this module
+
     try:
         arguments = parser.parse_args(argv)
         folder = find_folder(arguments.folder)
@@ -555,10 +531,12 @@ def main(argv: list[str]) -> int:
     except (InputError, PermissionError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    faults, summary = verify(folder)
+    faults, report = verify(folder)
+    print("\n".join(report), flush=True)
     for fault in faults:
         print(f"fault: {fault}", file=sys.stderr)
-    print(f"{folder}: {len(faults)} faults" if faults else summary, file=sys.stderr if faults else sys.stdout)
+    if faults:
+        print(f"{folder}: {len(faults)} faults", file=sys.stderr)
     return 1 if faults else 0
 
 
