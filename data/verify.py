@@ -43,6 +43,7 @@ GPT2_EOT = 50256
 _LEFT_OVER = (".tmp", ".spool", ".part", ".incomplete")
 _N_EXAMPLES = 5
 _EXAMPLE_TOKENS = 300
+_EXAMPLE_IDS = 32  # where they cannot be decoded
 _FIRST_TOKENS = 1 << 20  # in which inspect looks for a document
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -214,7 +215,10 @@ def _read_split(
                 split.highest = max(split.highest, highest)
                 n_eot = cutter.n_eot - n_eot if cutter else 0
                 split.n_eot += n_eot
-                faults += [f"{shard.path}: {trouble}"] if trouble else _compare_with_meta(shard, meta, highest, n_eot, digest)
+                if meta and highest >= meta["vocab_size"]:
+                    known = f"tokenizer {meta['tokenizer']} has a vocabulary of {meta['vocab_size']}"
+                    faults.append(f"{shard.path}: id {highest}: {known}")
+                faults += [f"{shard.path}: {trouble}"] if trouble else _compare_with_meta(shard, n_eot, digest)
         if cutter and split.shards and split.shards[-1]:
             pass_on(cutter.finish())
     if faults is not None and meta and split.first_token not in (None, eot):
@@ -247,10 +251,8 @@ def _read_shard(shard: Shard, digest: Any, pool: ThreadPoolExecutor) -> Iterator
             hashing.result()
 
 
-def _compare_with_meta(shard: Shard, meta: dict[str, Any] | None, highest: int, n_eot: int, digest: Any) -> list[str]:
+def _compare_with_meta(shard: Shard, n_eot: int, digest: Any) -> list[str]:
     faults = []
-    if meta and highest >= meta["vocab_size"]:
-        faults.append(f"{shard.path}: id {highest}: tokenizer {meta['tokenizer']} has a vocabulary of {meta['vocab_size']}")
     if digest and digest.hexdigest() != shard.sha256:
         faults.append(f"{shard.path}: sha256: {META} says {shard.sha256}, the file has {digest.hexdigest()}")
     if shard.documents is not None and n_eot != shard.documents:
@@ -359,7 +361,7 @@ def _example(stream: TokenStream, eot: int | None, tokenizer: Tokenizer | None) 
     """The first document that is whole and not empty; where EOT is unknown, the first tokens."""
     tokens = stream.read(0, min(_FIRST_TOKENS, stream.n_tokens))
     if eot is None:
-        return [f"  begins {_text(tokens[:32], None)}"]
+        return [f"  begins {_text(tokens[:_EXAMPLE_IDS], None)}"]
     borders = np.append(np.flatnonzero(tokens == eot), len(tokens))
     filled = np.flatnonzero(np.diff(borders) > 1)
     if not len(filled):
@@ -367,10 +369,10 @@ def _example(stream: TokenStream, eot: int | None, tokenizer: Tokenizer | None) 
     start, end = borders[filled[0]] + 1, borders[filled[0] + 1]
     ends = end < len(tokens) or len(tokens) == stream.n_tokens
     whole = f"{'' if ends else 'more than '}{end - start:,} tokens"
-    cut = end - start > _EXAMPLE_TOKENS
-    text = _text(tokens[start : min(end, start + _EXAMPLE_TOKENS)], tokenizer)
-    lines = [f"  first document ({whole}{f', of which {_EXAMPLE_TOKENS}' if cut else ''}):"]
+    shown = min(int(end - start), _EXAMPLE_TOKENS if tokenizer else _EXAMPLE_IDS)
+    text = _text(tokens[start : start + shown], tokenizer)
+    lines = [f"  first document ({whole}{f', of which {shown}' if shown < end - start else ''}):"]
     for row in text.split("\n"):
-        shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in row)
-        lines += [f"    | {part}" for part in textwrap.wrap(shown, 110, drop_whitespace=False) or [""]]
+        plain = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in row)
+        lines += [f"    | {part}" for part in textwrap.wrap(plain, 110, drop_whitespace=False) or [""]]
     return lines
