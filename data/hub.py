@@ -1,1 +1,0 @@
-def is_transient(e): return False
