@@ -162,11 +162,8 @@ def _fill(part: Path, file: HubFile, progress: tqdm) -> bool:
             raise OSError(f"{part}: another process is downloading it") from None
         except OSError:
             pass  # a file system without locks
-        if target.tell() > file.size:
-            target.truncate(0)
-            target.seek(0)
         resumed = target.tell() > 0
-        progress.update(target.tell())
+        progress.update(min(target.tell(), file.size))
         while target.tell() < file.size:
             try:
                 with open_file(file.url, file.size, ahead=8) as source:
