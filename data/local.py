@@ -206,7 +206,7 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[Piece]:
         raise InputError(f"{path}: reading parquet needs the package pyarrow (pip install datasets brings it)") from None
     size = path.stat().st_size
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(path, pre_buffer=False) as file:  # buffering ahead takes the column of the whole file into memory
             schema = file.schema_arrow
             if text_field not in schema.names:
                 raise InputError(f"{path}: no column {text_field!r}; it has {', '.join(schema.names)} (--text_field)")
