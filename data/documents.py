@@ -137,10 +137,10 @@ def read_batches(
             if isinstance(error, DocumentError) or not (source.is_remote and hub.is_transient(error)):
                 raise
             wait = next(waits, None)
-            reason = f"{source.name}: row {start.row}: {type(error).__name__}: {error}"
+            reason = f"{source.name}: row {start.row}: {hub.reason(error)}"
             if wait is None:
                 raise DocumentError(f"{reason} (after {len(_RETRY_WAITS_S)} more attempts)") from error
-            pause(reason, wait)
+            pause(reason, max(wait, hub.asked_wait(error)))
 
 
 def _open_parquet(source: Source, text_field: str) -> Any:
@@ -150,7 +150,8 @@ def _open_parquet(source: Source, text_field: str) -> Any:
     except ImportError:
         raise InputError(f"{source.name}: reading parquet needs the package pyarrow (pip install datasets brings it)") from None
     try:
-        file = pq.ParquetFile(source.open() if source.is_remote else source.place)
+        # Buffering ahead would take the text of the whole file into memory, and on a resumed run fetch what is done.
+        file = pq.ParquetFile(source.open() if source.is_remote else source.place, pre_buffer=False)
     except (pa.ArrowException, OSError) as error:
         if source.is_remote and hub.is_transient(error):
             raise

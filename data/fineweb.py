@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,13 +51,15 @@ from data.documents import (
     tokenize_batch,
 )
 from data.local import find_input
+from data.pretokenized import download_pretokenized
 from data.shards import DATA_FOLDER, META, SPLITS, UNFINISHED, ShardWriter, begin, read_json, read_meta, write_json, write_meta
 from data.tokenizer import NAMES, Tokenizer, get_tokenizer
 
 MIN_VAL_DOCUMENTS = 10  # expected; fewer could well be none
 _SAVE_INTERVAL_S = 2.0  # of work that a kill can cost; saving takes some milliseconds, during which the workers go on
 _BATCHES_AHEAD = 8  # per worker: a document of several MB keeps one worker busy for seconds, and the others need not wait
-_OURS = re.compile(r"\.fineweb.*\.lock|\.meta\.json\..*\.tmp")  # what another rank makes before it says what it is at
+_TURN = ".fineweb.turn.lock"
+_OURS = re.compile(r"\.fineweb.*\.(lock|progress\.json)|\.meta\.json.*\.tmp")  # of no meaning to anyone else
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -271,15 +273,14 @@ def tokenize_part(
     return True
 
 
-def merge(out: Path, note: dict[str, Any]) -> bool:
-    """Write meta.json where every rank is finished. False: some are not, and it is said which."""
+def merge(out: Path, note: dict[str, Any]) -> None:
+    """Write meta.json once every rank is finished; before, say which are not. One rank at a time may call it."""
     parts = [Part(out, rank, note["arguments"]["world"]) for rank in range(note["arguments"]["world"])]
-    progress = [part.load() for part in parts]
-    missing = [part.rank for part, done in zip(parts, progress, strict=True) if not (done and done.finished)]
-    if missing and not (out / META).exists():  # it can come about meanwhile: two ranks may finish at the same time
-        print(f"{len(parts) - len(missing)} of {len(parts)} ranks are finished; still to do: {', '.join(map(str, missing))}")
-        return False
-    if not missing:
+    if not (out / META).exists():  # else another rank was finished at the same time, and faster
+        progress = [part.load() for part in parts]
+        if missing := [part.rank for part, done in zip(parts, progress, strict=True) if not (done and done.finished)]:
+            print(f"{len(parts) - len(missing)} of {len(parts)} ranks are finished; still to do: {', '.join(map(str, missing))}")
+            return
         splits = {split: [s for done in progress for s in done.writers[split]["shards"]] for split in SPLITS}
         for split in SPLITS:
             if not splits[split]:
@@ -292,7 +293,6 @@ def merge(out: Path, note: dict[str, Any]) -> bool:
     for part in parts:
         part.forget()
     _summarize(out)
-    return True
 
 
 def _summarize(out: Path) -> None:
@@ -341,7 +341,7 @@ def _agree(out: Path, what: str, arguments: dict[str, Any], sources: list[Source
         note = read_meta(out)
     elif (out / UNFINISHED).exists():
         note = read_json(out / UNFINISHED)
-    elif out.exists() and any(not _OURS.match(path.name) for path in out.iterdir()):
+    elif out.exists() and any(not _OURS.fullmatch(path.name) for path in out.iterdir()):
         raise InputError(f"--out: {out}: holds other files; name a new or an empty folder")
     else:
         return None
@@ -363,35 +363,54 @@ def make(own: argparse.Namespace, stop: StopRequest) -> int:
     note = _agree(out, what, arguments, sources)
     part = Part(out, own.rank, own.world)
     if (out / META).exists():
-        part.forget()
+        for path in out.iterdir():
+            if _OURS.fullmatch(path.name):  # a kill came between meta.json and their removal
+                path.unlink()
         print(f"{out}: made before from this input with these arguments; nothing to do")
         return 0
-    if sources is None:
-        # A run that goes on reads the revision that it began with.
-        sources = [Source(*entry) for entry in note["source"]["list"]] if note else _hub_sources(own.subset)
+    found = sources if own.input or note else _hub_sources(own.subset)
     get_tokenizer(own.tokenizer)
     try:
         out.mkdir(parents=True, exist_ok=True)
         lock = part.lock()
-        if note is None:
-            n_bytes = sum(source.size for source in sources)
-            origin = {"what": what, "files": len(sources), "bytes": n_bytes, "digest": _digest(sources)}
-            if not own.input:
-                origin["list"] = [[source.name, source.place, source.size, source.identity] for source in sources]
-            note = {"source": origin, "arguments": arguments}
-            begin(out, note)
+        with _one_at_a_time(out):  # the first says which files, and which revision of them, all read
+            note = _agree(out, what, arguments, sources)
+            if note is None:
+                n_bytes = sum(source.size for source in found)
+                origin = {"what": what, "files": len(found), "bytes": n_bytes, "digest": _digest(found)}
+                if not own.input:
+                    origin["list"] = [[source.name, source.place, source.size, source.identity] for source in found]
+                note = {"source": origin, "arguments": arguments}
+                begin(out, note)
     except OSError as error:
         raise InputError(f"--out: {out}: cannot be written ({error.strerror})") from None
+    if sources is None:  # the revision that the first rank found, and that a run which goes on began with
+        sources = [Source(*entry) for entry in note["source"]["list"]]
     try:
         share = sources[own.rank * len(sources) // own.world : (own.rank + 1) * len(sources) // own.world]
         _announce(part, note, share, own)
         if not tokenize_part(part, share, arguments, own.workers, own.skip_bad, stop):
             print(f"stopped by {stop.signal}; everything so far is saved, and the same command goes on")
             return 0
-        merge(out, note)
+        with _one_at_a_time(out):
+            merge(out, note)
     finally:
         os.close(lock)
+    if (out / META).exists():
+        (out / _TURN).unlink(missing_ok=True)
     return 0
+
+
+@contextmanager
+def _one_at_a_time(out: Path) -> Iterator[None]:
+    """Ranks that come to the same place together take turns."""
+    handle = os.open(out / _TURN, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _hub_sources(subset: str) -> list[Source]:
@@ -468,7 +487,7 @@ def main(argv: list[str]) -> int:
     try:
         own = parse(argv)
         if own.pretokenized:
-            hub.download_pretokenized(Path(own.out), _shard_numbers(own.shards))
+            download_pretokenized(Path(own.out), _shard_numbers(own.shards))
             return 0
         return make(own, stop)
     except InputError as error:

@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import sys
 import threading
 from collections import OrderedDict
@@ -178,8 +177,7 @@ def write_meta(
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Put a file in place whole or not at all, for good."""
-    # Several machines may write the same file at once: process numbers are equal on two of them now and then.
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
             json.dump(content, file, indent=1)

@@ -17,6 +17,7 @@ import pytest
 from data import fineweb
 from data.documents import document_hash
 from data.shards import META, UNFINISHED, open_dataset, read_meta
+from tests.fake_hub import FakeHub, readme
 from tests.test_documents import ODD, damage, words, write_jsonl, write_parquet
 
 ROOT = Path(__file__).parents[1]
@@ -73,9 +74,9 @@ def last(text: str) -> str:
 
 
 def wait_for(process: subprocess.Popen, out: Path) -> None:
-    """Until progress has been saved."""
-    while not list(out.glob(".*progress.json")):
-        assert process.poll() is None, process.communicate()
+    """Until progress has been saved by this process, or it is at its end."""
+    files = {path: path.stat().st_ino for path in out.glob(".*progress.json")}
+    while process.poll() is None and files == {path: path.stat().st_ino for path in out.glob(".*progress.json")}:
         time.sleep(0.002)
 
 
@@ -114,7 +115,9 @@ def test_killed_again_and_again(corpus, straight, tmp_path):
     draw, kills, out = random.Random(5), 0, tmp_path / "set"
     while True:
         process = start(out, corpus[0], "--workers=2", program=SLOW)
-        time.sleep(draw.uniform(0.3, 1.5))
+        if kills % 3:  # else it is killed while it starts
+            wait_for(process, out)
+        time.sleep(draw.uniform(0.0, 0.7))
         if process.poll() is not None:
             break
         process.kill()
@@ -303,3 +306,76 @@ def test_ids_that_uint16_would_wrap_are_refused(corpus, tmp_path, monkeypatch, c
     monkeypatch.setattr(fineweb, "tokenize_in_order", wide)
     assert fineweb.main([f"--out={tmp_path / 'set'}", "--input", str(corpus[0]), *ARGUMENTS]) == 2
     assert "wanted ids 0 to 65535, found 70000" in capsys.readouterr().err
+
+
+@pytest.fixture
+def hub(corpus):
+    """FineWeb's repository with the corpus as sample-10BT."""
+    files = {f"sample/10BT/{path.name}": path.read_bytes() for path in sorted(corpus[0].iterdir())}
+    with FakeHub({"HuggingFaceFW/fineweb": files | {"README.md": readme({"sample-10BT": "sample/10BT/*"})}}) as hub:
+        yield hub
+
+
+def from_hub(hub: FakeHub, out: Path, *more: str, program: str = BUSY) -> subprocess.Popen:
+    # As a file, not with -c: the question to the hub runs in a process of its own, which imports the script again.
+    script = out.parent / "script.py"
+    script.write_text("import sys, data.fineweb as f, data.documents as d, data.hub as h\nif __name__ == '__main__':\n    "
+                      + program.partition("; ")[2] + "\n")
+    command = [sys.executable, script, f"--out={out}", "--subset=sample-10BT", *ARGUMENTS, *more]
+    return subprocess.Popen(command, cwd=ROOT, env=os.environ | hub.environment() | {"PYTHONPATH": str(ROOT)},
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_the_hub_gives_the_same_bytes_whatever_it_loses(corpus, straight, tmp_path, hub):
+    hub.fault("GET /cdn/", drop_after=5000, times=2)
+    hub.fault("GET /cdn/", status=503, times=2)
+    out = tmp_path / "set"
+    program = BUSY.replace("sys.exit", "d._RETRY_WAITS_S = (.1, .1, .1, .1); h._BLOCK_BYTES = 3000; sys.exit")
+    code, _, err = finish(from_hub(hub, out, "--workers=2", program=program))
+    assert code == 0 and "next attempt in" in err, err
+    assert content(out) == content(straight)
+    meta = read_meta(out)
+    assert meta["source"]["what"] == "sample-10BT" and meta["source"]["files"] == 5
+    code, text, err = finish(from_hub(hub, out))  # finished: not even asked
+    assert code == 0 and "nothing to do" in text, err
+
+
+def test_a_run_that_goes_on_reads_the_revision_that_it_began_with(straight, tmp_path, hub):
+    out = tmp_path / "set"
+    process = from_hub(hub, out, program=SLOW)
+    wait_for(process, out)
+    process.kill()
+    finish(process)
+    hub.commit("HuggingFaceFW/fineweb", {"README.md": readme({"sample-10BT": "other/*"}), "other/0.parquet": b"new"})
+    code, text, err = finish(from_hub(hub, out))
+    assert code == 0 and "going on: " in text, err
+    assert content(out) == content(straight)
+
+
+def test_ranks_that_begin_together_read_one_revision(straight, tmp_path, hub):
+    ranks = [from_hub(hub, tmp_path / "set", f"--rank={rank}", "--world=3", "--workers=1") for rank in range(3)]
+    assert [finish(rank)[0] for rank in ranks] == [0, 0, 0]
+    assert streams(tmp_path / "set") == streams(straight)
+
+
+def test_a_network_that_stays_away_loses_nothing(straight, tmp_path, hub):
+    out = tmp_path / "set"
+    program = SLOW.replace("sys.exit", "d._RETRY_WAITS_S = (.1, .2); sys.exit")
+    process = from_hub(hub, out, program=program)
+    wait_for(process, out)
+    hub.fault("GET /cdn/", status=503, times=10**6)
+    code, _, err = finish(process)
+    assert code == 1 and re.search(r"error: sample/10BT/00\d\.parquet: .*503.*after 2 more attempts", last(err)), err
+    hub.heal()
+    code, text, _ = finish(from_hub(hub, out))
+    assert code == 0 and "going on: " in text
+    assert content(out) == content(straight)
+
+
+def test_an_unknown_subset_and_no_network(tmp_path, hub, monkeypatch):
+    code, _, err = finish(from_hub(hub, tmp_path / "set", "--subset=sample-11BT"))
+    assert code == 2 and "sample-10BT" in last(err)
+    monkeypatch.setattr(hub, "environment", lambda: {"HF_HUB_OFFLINE": "1"})
+    code, _, err = finish(from_hub(hub, tmp_path / "set"))
+    assert code == 2 and "--input" in last(err)
+    assert not (tmp_path / "set").exists()
