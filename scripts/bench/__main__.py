@@ -1,6 +1,7 @@
 """Benchmarks, each a module of this folder:
 
     python -m scripts.bench step [config files] [--key=value ...]     an optimizer step: this repository's, NanoGPT's, and XSA's
+    python -m scripts.bench tokenize [--input PATH ...]               documents to shards: data.fineweb's, and two usual ways
 
 `python -m scripts.bench step --help` says what it measures and how.
 """
@@ -10,7 +11,7 @@ import sys
 
 from command_line import InputError
 
-BENCHMARKS = ("step",)
+BENCHMARKS = ("step", "tokenize")
 
 
 def main(argv: list[str]) -> int:

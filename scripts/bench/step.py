@@ -24,7 +24,6 @@ import json
 import math
 import multiprocessing
 import os
-import statistics
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -41,10 +40,12 @@ from tqdm import tqdm
 
 import distributed
 from checkpoint import write_aside
-from command_line import ArgumentParser, InputError
+from command_line import InputError
 from configurator import Config, as_dict, load
 from distributed import Ranks
 from model import GPT, IGNORE
+from scripts.bench import common
+from scripts.bench.common import quartiles, verdict
 from tracker import environment, peak_flops
 from train import Run, autocast_dtype
 
@@ -278,7 +279,7 @@ def summarize(times: dict[str, list[float]], memory: dict[str, int], config: Con
     FLOP/s, None where it is not known."""
     arms, ratios = {}, {}
     for name, ms in times.items():
-        low, median, high = _quartiles(ms)
+        low, median, high = quartiles(ms)
         rate = config.global_batch_size * config.block_size / median * 1000
         arms[name] = {
             "step_ms": ms, "step_ms_quartiles": [low, median, high], "tokens_per_s": rate,
@@ -286,13 +287,9 @@ def summarize(times: dict[str, list[float]], memory: dict[str, int], config: Con
         }
     for a, b in PAIRS:
         if a in times and b in times:
-            low, median, high = _quartiles([x / y for x, y in zip(times[a], times[b], strict=True)])
+            low, median, high = quartiles([x / y for x, y in zip(times[a], times[b], strict=True)])
             ratios[f"{a}/{b}"] = {"time": median, "time_quartiles": [low, median, high], "memory": memory[a] / memory[b]}
     return {"arms": arms, "ratios": ratios}
-
-
-def _quartiles(values: list[float]) -> list[float]:
-    return statistics.quantiles(values, n=4, method="inclusive")
 
 
 def table(result: dict[str, Any]) -> str:
@@ -313,28 +310,20 @@ def figures(result: dict[str, Any], config: Config, device: str, compiled: bool)
     name."""
     lines = []
     if ratio := result["ratios"].get("sa/nanogpt"):
-        lines.append(_verdict("step time, sa / nanogpt", ratio["time"], 1.0, ratio["time_quartiles"]))
+        lines.append(verdict("step time, sa / nanogpt", ratio["time"], 1.0, ratio["time_quartiles"]))
         if config.vocab_size == 50304:
-            lines.append(_verdict("peak memory, sa / nanogpt", ratio["memory"], 0.7))
+            lines.append(verdict("peak memory, sa / nanogpt", ratio["memory"], 0.7))
     if ratio := result["ratios"].get("xsa/sa"):
         if device == "cpu" or compiled:
             limit = 1.02 if device == "cpu" else 1.01
-            lines.append(_verdict("step time, xsa / sa", ratio["time"], limit, ratio["time_quartiles"]))
-        lines.append(_verdict("peak memory, xsa / sa", ratio["memory"], 1.02))
+            lines.append(verdict("step time, xsa / sa", ratio["time"], limit, ratio["time_quartiles"]))
+        lines.append(verdict("peak memory, xsa / sa", ratio["memory"], 1.02))
     shape = (config.n_layer, config.n_embd, config.n_head, config.head_dim, config.block_size)
     if "H200" in device and compiled and shape == (24, 2048, 24, 128, 2048):
         for name in ("sa", "xsa"):
             if name in result["arms"]:
-                lines.append(_verdict(f"MFU, {name}", result["arms"][name]["mfu"], 0.55, at_least=True))
+                lines.append(verdict(f"MFU, {name}", result["arms"][name]["mfu"], 0.55, at_least=True))
     return lines
-
-
-def _verdict(what: str, found: float, limit: float, quartiles: list[float] | None = None, at_least: bool = False) -> str:
-    gap = (found - limit if at_least else limit - found) / limit
-    word = f"held, {gap:.1%} to spare" if gap >= 0 else f"missed by {-gap:.1%}"
-    if quartiles and quartiles[0] < limit < quartiles[2]:
-        word += ", but within the spread: more rounds on a quieter machine decide"
-    return f"{what:26} {found:.3f}  {'at least' if at_least else 'at most'} {limit:.2f}: {word}"
 
 
 # --- command line -----------------------------------------------------------------------------------------------------------
@@ -342,18 +331,13 @@ def _verdict(what: str, found: float, limit: float, quartiles: list[float] | Non
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     """The benchmark's flags (rounds, arms, json) and the run's settings. Raises InputError."""
-    parser = ArgumentParser(prog="python -m scripts.bench step", add_help=False)
-    parser.add_argument("--rounds", type=int, default=6)
+    parser = common.parser("step", rounds=6)
     parser.add_argument("--compare", default="nanogpt,xsa")
-    parser.add_argument("--json", type=Path)
     own, rest = parser.parse_known_args(argv)
-    if own.rounds < 2:
-        raise InputError(f"--rounds: wanted at least 2, found {own.rounds}")
+    common.check(own)
     compared = own.compare.split(",")
     if unknown := [name for name in compared if name not in ("nanogpt", "xsa")]:
         raise InputError(f"--compare: wanted nanogpt, xsa or both, found {unknown[0]!r}")
-    if own.json and not own.json.parent.is_dir():
-        raise InputError(f"--json: no folder {own.json.parent}")
     own.arms = [name for name in ARMS if name == "sa" or name in compared]
     has_file = any(not argument.startswith("-") for argument in rest)
     config = load(rest if has_file else DEFAULT_SHAPE + rest)
