@@ -18,7 +18,8 @@ from command_line import InputError
 from data import hub as data_hub
 from data import pretokenized
 from data.pretokenized import REPOSITORY, download_pretokenized
-from data.shards import HEADER_BYTES, META, UNFINISHED, begin, open_dataset, verify, write_meta
+from data.shards import HEADER_BYTES, META, UNFINISHED, begin, open_dataset, write_meta
+from data.verify import verify
 from tests.fake_hub import FakeHub
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -7,13 +7,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import get_args, get_type_hints
 
+import numpy as np
 import pytest
 
 from configurator import Config
+from data.pretokenized import REPOSITORY
+from tests.fake_hub import FakeHub, readme
+from tests.test_documents import words, write_parquet
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -45,6 +50,8 @@ def cut(command: str) -> str:
         return f"{command} -q tests/test_configurator.py"
     if "scripts.sample" in command:
         return f"{command} --max_new_tokens=20"
+    if "bench tokenize" in command:
+        return f"{command} --rounds=2 --megabytes=2"
     if "scripts.bench" in command:
         return f"{command} --rounds=2 --n_layer=1 --n_head=4 --n_embd=64 --block_size=64 --vocab_size=500 --eval_tokens=640"
     if "gpu_check.sh" in command:
@@ -54,7 +61,8 @@ def cut(command: str) -> str:
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory) -> Path:
-    """A copy without what is not in git, and stand-ins for Slurm's commands and for installation."""
+    """A copy without what is not in git, with text where a download would lie, and stand-ins for Slurm's commands and for
+    installation."""
     clone = tmp_path_factory.mktemp("readme") / "nanoXSA"
     files = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True)
     for name in files.stdout.splitlines():
@@ -65,22 +73,33 @@ def clone(tmp_path_factory) -> Path:
     for name, body in STUBS.items():
         (bin_folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (bin_folder / name).chmod(0o755)
+    (clone / "downloads" / "fineweb").mkdir(parents=True)
+    for i in range(3):
+        write_parquet(clone / "downloads" / "fineweb" / f"{i}.parquet", words(2000, seed=i))
     return clone
 
 
-def environment(clone: Path) -> dict[str, str]:
-    return os.environ | {
-        "PATH": f"{clone.parent / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "VENV": str(Path(sys.executable).parent.parent), "HEAD": "localhost", "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline",
-    }
+@pytest.fixture(scope="module")
+def environment(clone, gpt2_vocabulary) -> Iterator[dict[str, str]]:
+    """Variables of a person's shell, with a hub on this computer."""
+    documents = write_parquet(clone.parent / "documents.parquet", words(20_000)).read_bytes()
+    subsets = {f"sample-{size}BT": f"sample/{size}BT/*" for size in (10, 100)}
+    files = {pattern.replace("*", "000.parquet"): documents for pattern in subsets.values()} | {"README.md": readme(subsets)}
+    shard = np.concatenate([np.array([20240520, 1, 3, *[0] * 253], dtype="<i4").view(np.uint16), np.array([50256, 1, 2], "<u2")])
+    shards = {f"fineweb_{name}.bin": shard.tobytes() for name in ("val_000000", *(f"train_{n:06d}" for n in range(1, 11)))}
+    with FakeHub({"HuggingFaceFW/fineweb": files, REPOSITORY: shards}) as hub:
+        yield os.environ | hub.environment() | {
+            "PATH": f"{clone.parent / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "VENV": str(Path(sys.executable).parent.parent), "HEAD": "localhost", "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline",
+        }
 
 
 @pytest.mark.slow  # some twenty commands, each of which imports torch
-def test_every_command_runs(clone):
+def test_every_command_runs(clone, environment):
     """In the order of the text, each on what those before it left."""
     assert len(COMMANDS) >= 15
     for command in COMMANDS:
-        result = subprocess.run(["bash", "-c", cut(command)], cwd=clone, env=environment(clone), text=True, timeout=600,
+        result = subprocess.run(["bash", "-c", cut(command)], cwd=clone, env=environment, text=True, timeout=600,
                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         assert result.returncode == 0, f"{command}\n{cut(command)}\n{result.stdout[-3000:]}"
     for name in ("quickstart/comparison.png", "quickstart/comparison.md", "1.4b/comparison.png", "1.4b-xsa-sink4/metrics.jsonl"):
@@ -89,9 +108,9 @@ def test_every_command_runs(clone):
 
 @pytest.mark.slow  # trains the quick start's models for a few steps
 @pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_quickstart_stops_on_request_and_goes_on(clone, tmp_path, number, status):
+def test_quickstart_stops_on_request_and_goes_on(clone, environment, tmp_path, number, status):
     command = ["bash", "scripts/quickstart.sh", "--max_iters=30", "--eval_tokens=2048", "--log_interval=1"]
-    options = {"cwd": clone, "env": environment(clone) | {"OUT": str(tmp_path)}, "text": True, "stdout": subprocess.PIPE,
+    options = {"cwd": clone, "env": environment | {"OUT": str(tmp_path)}, "text": True, "stdout": subprocess.PIPE,
                "stderr": subprocess.STDOUT}
     # As a terminal starts it: a shell cannot trap what it was started to ignore, as SIGINT is for commands in the background.
     process = subprocess.Popen(command, start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
