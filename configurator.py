@@ -17,8 +17,11 @@ import types
 from dataclasses import Field, asdict, dataclass, fields
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import torch
+
 from command_line import InputError
-from model import GPTConfig
+from model import GPT
+from presets import PRESETS, GPTConfig
 
 
 @dataclass
@@ -136,10 +139,13 @@ REPLACED = {
 
 
 def load(argv: list[str]) -> Config:
-    """The settings that `argv`, without the program's name, gives. Raises InputError; --help prints and raises SystemExit(0)."""
+    """The settings that `argv`, without the program's name, gives. Raises InputError. --help and --attention=list print and raise
+    SystemExit(0)."""
     if "--help" in argv or "-h" in argv:
         print(help_text())
         raise SystemExit(0)
+    listing = "--attention=list" in argv
+    argv = [arg for arg in argv if arg != "--attention=list"]
     values = {f.name: f.default for f in fields(Config)}
     files = [arg for arg in argv if not arg.startswith("-")]
     for path in files:
@@ -149,9 +155,13 @@ def load(argv: list[str]) -> Config:
             key, value = _read_argument(arg)
             values[key] = value
     try:
-        return Config(**values)
+        config = Config(**values)
     except ValueError as error:
         raise InputError(str(error)) from None
+    if listing:
+        print(attention_text(config))
+        raise SystemExit(0)
+    return config
 
 
 def help_text() -> str:
@@ -164,6 +174,34 @@ def help_text() -> str:
         kind, meaning = get_args(hints[f.name])
         lines.append(f"  --{f.name}={f.default}  ({_describe(kind)})")
         lines.append(f"        {meaning}")
+    return "\n".join(lines)
+
+
+def attention_text(config: GPTConfig) -> str:
+    """The presets of attention, and what each adds to plain attention in a model of config's shape: weights, FLOPs of a training
+    token, and memory of a token in decoding."""
+    def model(name: str) -> GPT:
+        with torch.device("meta"):
+            return GPT(config.with_attention(name).model_config())
+
+    def count(gpt: GPT) -> int:
+        return sum(p.numel() for p in gpt.parameters())
+
+    plain = model("sa")
+    shape = f"{config.n_layer} layers, width {config.n_embd}, {config.n_head} heads of {config.head_dim}, T {config.block_size}"
+    lines = [f"{shape}: {count(plain):,} weights, {plain.flops_per_token() / 1e9:.4g} GFLOP a token", "",
+             "attention      stage  paper (arXiv)  extra weights   FLOPs  KV cache"]
+    for name, preset in PRESETS.items():
+        label = f"{name:13}  {preset.stage:5}  {preset.paper:13}"
+        try:
+            gpt = model(name)
+        except ValueError as error:
+            lines.append(f"{label}  {error}")
+            continue
+        flops = gpt.flops_per_token() / plain.flops_per_token()
+        cache = gpt.kv_cache_bytes_per_token() / plain.kv_cache_bytes_per_token()
+        lines.append(f"{label}  {count(gpt) - count(plain):+13,}  {flops:6.3f}  {cache:8.3f}  {preset.line}")
+    lines += ["", "FLOPs and KV cache: a share of plain attention's. Explicit switches win, as in --attention=gsxa --gate=off."]
     return "\n".join(lines)
 
 

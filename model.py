@@ -1,86 +1,58 @@
 """The GPT of "Exclusive Self Attention" (arXiv 2603.09078) in one file: NanoGPT with RoPE in place of learned positions, a
-LayerNorm after the token embedding, a head size free of the model width, and an attention that a flag selects.
+LayerNorm after the token embedding, a head size free of the model width, and an attention whose four stages (projection,
+scores, softmax, output) the switches of presets.py change.
 
     model = GPT(GPTConfig(n_layer=2, n_head=4, n_embd=128, attention="xsa"), seed=0)
     logits, _ = model(idx)              # idx (B, T) -> logits (B, T, V)
     _, loss = model(idx, targets)       # mean cross entropy in nats; the logits are never held as a whole
 
-Shape letters: B batch, T time, C model width, H query heads, K key/value heads, G = H/K, d head size, V vocabulary.
+Shape letters: B batch, T time, S keys, C model width, H query heads, K key/value heads, G = H/K, d head size, V vocabulary.
 """
 
+import functools
 import hashlib
 import math
-from dataclasses import dataclass, fields
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
+
+from presets import GPTConfig, letter
 
 IGNORE = -1  # a target that takes no part in the loss, as in NanoGPT
 
-Attention = Literal["sa", "xsa"]
-Rope = tuple[Tensor, Tensor]
 
+class Rope(NamedTuple):
+    """What attention knows of positions: cosines and sines, each (T, 1, d/2), and how many keys each query sees, (T,)."""
 
-@dataclass
-class GPTConfig:
-    """The shape of a model; the defaults are the paper's baseline at GPT-2's 124M size.
-
-    None stands for the value that the description gives, and is replaced by it. Raises ValueError, naming the key, what was
-    wanted and what was found."""
-
-    block_size: Annotated[int, "tokens in a training sequence (T)"] = 2048
-    vocab_size: Annotated[int, "rows of the embedding; GPT-2's 50257 padded to a multiple of 64"] = 50304
-    n_layer: Annotated[int, "blocks"] = 12
-    n_head: Annotated[int, "query heads (H)"] = 12
-    n_kv_head: Annotated[int | None, "key/value heads (K), a divisor of n_head; None: n_head"] = None
-    n_embd: Annotated[int, "model width (C)"] = 768
-    head_dim: Annotated[int | None, "size of a head (d), even, independent of n_embd; None: n_embd / n_head"] = None
-    attention: Annotated[Attention, "sa: softmax attention; xsa: exclusive self attention"] = "sa"
-    n_sink: Annotated[int, "learned sink tokens put before every sequence (paper, Fig 6)"] = 0
-    rope_base: Annotated[float, "base of RoPE's frequencies"] = 10000.0
-    dropout: Annotated[float, "dropout on embeddings, attention weights and residual branches"] = 0.0
-    bias: Annotated[bool, "biases in linear layers and LayerNorms"] = False
-
-    def __post_init__(self):
-        def require(condition: bool, key: str, wanted: str) -> None:
-            if not condition:
-                raise ValueError(f"{key} must be {wanted}, found {getattr(self, key)!r}")
-
-        for key in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
-            require(getattr(self, key) >= 1, key, "at least 1")
-        require(self.n_sink >= 0, "n_sink", "at least 0")
-        require(0 <= self.dropout < 1, "dropout", "in [0, 1)")
-        require(1 < self.rope_base < math.inf, "rope_base", "a number above 1")
-        require(self.attention in get_args(Attention), "attention", "one of " + ", ".join(get_args(Attention)))
-        if self.n_kv_head is None:
-            self.n_kv_head = self.n_head
-        divides = self.n_kv_head >= 1 and self.n_head % self.n_kv_head == 0
-        require(divides, "n_kv_head", f"a divisor of n_head={self.n_head}")
-        if self.head_dim is None:
-            require(self.n_embd % self.n_head == 0, "n_embd", f"a multiple of n_head={self.n_head} (or set head_dim)")
-            self.head_dim = self.n_embd // self.n_head
-        require(self.head_dim >= 2 and self.head_dim % 2 == 0, "head_dim", "even, because RoPE rotates pairs of channels")
+    cos: Tensor
+    sin: Tensor
+    seen: Tensor
 
 
 def rope_table(start: int, stop: int, head_dim: int, base: float, like: Tensor) -> Rope:
-    """Cosines and sines, each (stop - start, 1, d/2), of RoPE (arXiv 2104.09864) for positions start .. stop - 1.
+    """RoPE (arXiv 2104.09864) for positions start .. stop - 1.
 
     At least fp32. Made anew for every forward pass, beside which it costs nothing: a buffer would have to be kept out of
     the state dict, of DDP's broadcasts and of casts to half precision."""
     dtype = torch.promote_types(like.dtype, torch.float32)
     inverse = base ** -(torch.arange(0, head_dim, 2, dtype=dtype, device=like.device) / head_dim)
-    angle = torch.arange(start, stop, dtype=dtype, device=like.device)[:, None, None] * inverse
-    return angle.cos(), angle.sin()
+    position = torch.arange(start, stop, dtype=dtype, device=like.device)
+    angle = position[:, None, None] * inverse
+    return Rope(angle.cos(), angle.sin(), position + 1)
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
     """x (B, T, heads, d) rotated: channel i is paired with channel i + d/2, as in GPT-NeoX and Llama. Keeps x's dtype."""
-    cos, sin = rope
+    cos, sin, _ = rope
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
@@ -162,7 +134,14 @@ def _by_token(z: Tensor, dtype: torch.dtype) -> Tensor:
 def _inverse_square(v: Tensor) -> Tensor:
     """1 / ||v||^2 over the last dimension, which stays with size 1; 0 where v is zero or so small that this would overflow."""
     square = (v * v).sum(-1, keepdim=True)
-    return torch.where(square >= torch.finfo(v.dtype).tiny, square.reciprocal(), 0)
+    return square.masked_fill(square < torch.finfo(v.dtype).tiny, math.inf).reciprocal()
+
+
+def exclude(y: Tensor, v: Tensor, strength: Tensor) -> Tensor:
+    """XSA with a strength (H,) per head, 1 being ExclusiveProjection's: y - strength (y.v) / ||v||^2 v, (B, H, T, d)."""
+    y5, v5 = _by_group(y, v.shape[1]), _by_group(v, v.shape[1])
+    a = (y5 * v5).sum(-1, keepdim=True) * _inverse_square(v5)
+    return (y5 - strength.view(v.shape[1], -1, 1, 1) * a * v5).flatten(1, 2).to(y.dtype)
 
 
 class ChunkLoss(nn.Module):
@@ -237,7 +216,8 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk_loss:
 
 
 class KVCache:
-    """Rotated keys and values (B, K, up to `length`, d) of one layer, for decoding."""
+    """Keys and values (B, K, up to `length`, d) of one layer as attention takes them, rotated and mixed, for decoding. Layers
+    with a window keep the whole sequence too."""
 
     def __init__(self, length: int):
         self.length, self.used = length, 0
@@ -245,8 +225,7 @@ class KVCache:
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Puts k, v (B, K, T, d) behind what is there; returns all keys and values so far."""
         if self.used == 0:
-            B, K, _, d = k.shape
-            self.k, self.v = k.new_empty(B, K, self.length, d), v.new_empty(B, K, self.length, d)
+            self.k, self.v = (t.new_empty(*t.shape[:2], self.length, t.shape[3]) for t in (k, v))
         stop = self.used + k.shape[2]
         self.k[:, :, self.used : stop], self.v[:, :, self.used : stop] = k, v
         self.used = stop
@@ -254,33 +233,297 @@ class KVCache:
 
 
 class CausalSelfAttention(nn.Module):
-    def __init__(self, config: GPTConfig):
-        super().__init__()
-        self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
-        self.exclusive = config.attention == "xsa"
-        self.dropout = config.dropout
-        self.c_attn = nn.Linear(config.n_embd, (config.n_head + 2 * config.n_kv_head) * config.head_dim, bias=config.bias)
-        self.c_proj = nn.Linear(config.n_head * config.head_dim, config.n_embd, bias=config.bias)
+    """Layer `layer`'s attention, in four stages: project, scores, softmax, output. `attend` is scores and softmax by the fastest
+    form there is for the variant; `probabilities` is their definition. A parameter exists only in layers that use it."""
 
-    def forward(self, x: Tensor, rope: Rope, cache: KVCache | None = None) -> Tensor:
+    def __init__(self, config: GPTConfig, layer: int):
+        super().__init__()
+        H, K, d, C = config.n_head, config.n_kv_head, config.head_dim, config.n_embd
+        self.n_head, self.n_kv_head, self.head_dim = H, K, d
+        self.dropout = config.dropout
+        self.longest = config.n_sink + config.block_size
+        self.starts: dict[str, tuple[float, float]] = {}  # mean and deviation at the start, where not init_weights' usual ones
+        self.c_attn = nn.Linear(C, (H + 2 * K) * d, bias=config.bias)
+        self.c_proj = nn.Linear(H * d, C, bias=config.bias)
+
+        self.rotated = config.position == "rope" or (config.position != "nope" and letter(config.position, layer) == "r")
+        self.qk_norm, self.qk_clip = config.qk_norm, config.qk_clip
+        if config.qk_norm:
+            self.qk_gain = self._learned("qk_gain", (H + K) * d, 1.0)  # flat, as all but matrices: no weight decay
+        self.first_of_residual = config.value_residual and layer == 0
+        self.mixes_values = config.value_residual and layer > 0
+        if self.mixes_values:
+            self.value_mix = self._learned("value_mix", 2, 0.5)
+
+        self.softcap = config.logit_softcap
+        self.window = config.window if letter(config.window_pattern, layer) == "w" else 0
+
+        self.softmax, self.differential = config.softmax, config.differential
+        most_seen = min(self.window or self.longest, self.longest)
+        if self.softmax == "ssmax":  # at the start the factor's mean over a sequence is 1
+            mean_log = sum(math.log(min(t, most_seen)) for t in range(1, self.longest + 1)) / self.longest
+            self.ssmax = self._learned("ssmax", H, 1 / (mean_log or 1.0))
+        if self.softmax == "sink":
+            self.sink_logit = self._learned("sink_logit", H, 0.0)
+        self.sigmoid_bias = -math.log(most_seen)
+        if self.differential:
+            self.lambda_start = 0.8 - 0.6 * math.exp(-0.3 * layer)
+            for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
+                setattr(self, name, self._learned(name, d, 0.0, 0.1))
+
+        self.exclusive = config.exclusive if letter(config.exclusive_layers, layer) == "x" else "off"
+        if self.exclusive == "learned":
+            self.alpha = self._learned("alpha", H // self.maps, 0.0)
+        self.gate = config.gate
+        if self.gate != "off":
+            self.c_gate = nn.Linear(C, H // self.maps if self.gate == "head" else H * d, bias=False)
+            self.starts["c_gate.weight"] = (0.0, 0.0)
+
+    @property
+    def maps(self) -> int:
+        """Softmax maps to a head of the output; with two, there are half as many output heads and kv values, twice as wide."""
+        return 2 if self.differential else 1
+
+    def _learned(self, name: str, size: int, mean: float, std: float = 0.0) -> nn.Parameter:
+        self.starts[name] = (mean, std)
+        return nn.Parameter(torch.empty(size))
+
+    def forward(
+        self, x: Tensor, rope: Rope, v1: Tensor | None = None, mask: "Mask" = None, cache: KVCache | None = None
+    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
+        """x (B, T, C) -> (B, T, C); v1, the first layer's values for later layers; (q, k) where QK-Clip wants to see them.
+        `mask` is self.mask's. With a cache, T > 1 only fills an empty one and T = 1 sees everything."""
+        q, k, v = self.project(x, rope, v1)
+        keys, values = cache.append(k, v) if cache is not None else (k, v)
+        y = self.attend(q, keys, values, mask)
+        out = self.output(y, v, x)  # XSA takes the values of the queries' own positions, which are never the cached ones
+        watched = (q.detach(), k.detach()) if self.qk_clip and self.training else None
+        return out, v if self.first_of_residual else v1, watched
+
+    # --- stage 1: projection -----------------------------------------------------------------------------------------------
+
+    def project(self, x: Tensor, rope: Rope, v1: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """x (B, T, C) -> q (B, H, T, d), k (B, K, T, d), v (B, K, T, d), as scores, weighted sum and XSA take them.
+
+        SSMax's factor (arXiv 2501.19399), s ln n with n the keys that the query sees, is in q: scores are linear in it."""
         B, T, _ = x.shape
         H, K, d = self.n_head, self.n_kv_head, self.head_dim
-
-        # projection
         qk, v = self.c_attn(x).view(B, T, H + 2 * K, d).split((H + K, K), dim=2)
-        q, k = rotate(qk, rope).transpose(1, 2).split((H, K), dim=1)  # (B, H, T, d), (B, K, T, d)
-        v = v.contiguous().transpose(1, 2)  # a copy: as a view it would keep the unrotated q and k until backward
+        v = v.contiguous()  # a copy: as a view it would keep the unrotated q and k until backward
+        v = v.view(B, T, -1, self.maps * d).transpose(1, 2)
+        if self.mixes_values:
+            a, b = self.value_mix.split(1)
+            v = (a * v1 + b * v).to(v.dtype)
+        if self.qk_norm:
+            wide = torch.promote_types(qk.dtype, torch.float32)
+            qk = F.rms_norm(qk.to(wide), (d,), eps=1e-6) * self.qk_gain.view(H + K, d)
+        if self.rotated:
+            qk = rotate(qk, rope)
+        q, k = qk.to(v.dtype).transpose(1, 2).split((H, K), dim=1)
+        if self.softmax == "ssmax":
+            n = rope.seen.clamp(max=self.window) if self.window else rope.seen
+            q = (q * (self.ssmax[:, None] * n.log())[..., None]).to(q.dtype)
+        return q, k, v
 
-        # scores and softmax. With a cache, T > 1 only fills an empty one and T = 1 sees everything: causal in both cases.
-        keys, values = cache.append(k, v) if cache is not None else (k, v)
+    # --- stage 2: scores ---------------------------------------------------------------------------------------------------
+
+    def scores(self, q: Tensor, k: Tensor, start: int = 0) -> Tensor:
+        """Logits (B, H, r, S) of the queries q (B, H, r, d) at positions start .. start + r - 1 with the keys k (B, K, S, d) at
+        positions 0 .. S - 1, in q's dtype; -inf where a query does not see a key."""
+        B, H, r, d = q.shape
+        K, S = k.shape[1:3]
+        s = ((q / math.sqrt(d)).reshape(B, K, H // K * r, d) @ k.mT).view(B, H, r, S)
+        if self.softcap:
+            s = self.softcap * torch.tanh(s / self.softcap)
+        i, j = torch.arange(start, start + r, device=s.device)[:, None], torch.arange(S, device=s.device)
+        return s.masked_fill(~_sees(i, j, self.window or self.longest), -math.inf)
+
+    # --- stage 3: softmax --------------------------------------------------------------------------------------------------
+
+    def probabilities(self, q: Tensor, k: Tensor, start: int = 0) -> Tensor:
+        """Weights (B, H, r, S), in fp32 or wider, of the values for queries and keys as `scores` takes them; (B, H/2, r, S)
+        of differential attention. What attention is by definition: for analysis, and where no fused form exists."""
+        wide = torch.promote_types(q.dtype, torch.float32)
+        with torch.autocast(q.device.type, enabled=False):
+            s = self.scores(q.to(wide), k.to(wide), start)
+        if self.softmax == "sigmoid":
+            p = torch.sigmoid(s + self.sigmoid_bias)
+        elif self.softmax == "sink":
+            logit = self.sink_logit.to(wide).view(-1, 1, 1).expand(*s.shape[:3], 1)
+            p = torch.cat((logit, s), dim=-1).softmax(-1)[..., 1:]
+        else:
+            p = s.softmax(-1)
+        return self._difference(p) if self.differential else p
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: "Mask" = None) -> Tensor:
+        """Weighted sums of values y (B, H, T, d), or (B, H/2, T, 2d) of differential attention, in v's dtype."""
+        if q.shape[2] == 1 and self.window:  # one new position at the end of a cache
+            k, v = k[:, :, -self.window :], v[:, :, -self.window :]
+        if isinstance(mask, BlockMask):
+            attention = functools.partial(self._flex, block_mask=mask)
+        elif self.softcap or self.softmax == "sigmoid":
+            attention = self._explicit
+        else:
+            attention = functools.partial(self._sdpa, mask=mask)
+        if not self.differential:
+            return attention(q, k, v)
+        if attention == self._explicit:
+            y = attention(q, k, v)
+        else:
+            # Fused kernels want values of the keys' size, so each map is applied to either half of its pair's values.
+            pair = self.n_head // v.shape[1]
+            k = k.repeat_interleave(self.n_head // self.n_kv_head, dim=1)
+            halves = (half.repeat_interleave(pair, dim=1) for half in v.chunk(2, dim=-1))
+            y = self._difference(torch.cat([attention(q, k, half) for half in halves], dim=-1))
+        # Differential Transformer's norm of every head (arXiv 2410.05258, Eq 3), without gains, which c_proj has already.
+        wide = torch.promote_types(y.dtype, torch.float32)
+        return (F.rms_norm(y.to(wide), y.shape[-1:], eps=1e-5) * (1 - self.lambda_start)).to(v.dtype)
+
+    def _difference(self, maps: Tensor) -> Tensor:
+        """(B, H, ...) -> (B, H/2, ...): of each pair the first less lambda times the second (arXiv 2410.05258, Eq 1-2)."""
+        first, second = maps.unflatten(1, (-1, 2)).unbind(2)
+        a, b = (self.lambda_q1 * self.lambda_k1).sum(-1, keepdim=True), (self.lambda_q2 * self.lambda_k2).sum(-1, keepdim=True)
+        return (first - (a.exp() - b.exp() + self.lambda_start) * second).to(maps.dtype)
+
+    def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        T, scale = q.shape[2], None
+        if self.softmax == "sink":
+            # The sink is a key before all others whose logit is sink_logit and whose value is zero. One more channel carries
+            # it: logit sqrt(d) in every query, 1 in the sink's key, 0 in the others. A query more, before all others and
+            # thrown away, keeps the causal mask square.
+            scale, rows = 1 / math.sqrt(self.head_dim), int(T > 1)
+            channel = (self.sink_logit / scale).to(q.dtype).view(1, -1, 1, 1).expand(*q.shape[:3], 1)
+            q = F.pad(torch.cat((q, channel), dim=-1), (0, 0, rows, 0))
+            k, v = F.pad(k, (0, 1, 1, 0)), F.pad(v, (0, 1, 1, 0))
+            k[:, :, 0, -1] = 1
+            mask = None if mask is None else F.pad(mask, (1, 0, 1, 0), value=True)
         y = F.scaled_dot_product_attention(
-            q, keys, values, is_causal=T > 1, dropout_p=self.dropout if self.training else 0.0, enable_gqa=H != K
+            q, k, v, attn_mask=mask, is_causal=mask is None and T > 1, dropout_p=self.dropout if self.training else 0.0,
+            scale=scale, enable_gqa=q.shape[1] != k.shape[1],
         )
+        return y[:, :, -T:, :-1] if self.softmax == "sink" else y
 
-        # output. XSA takes the values of the queries' own positions, which are never the cached ones.
-        if self.exclusive:
+    def _flex(self, q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask) -> Tensor:
+        """FlexAttention; what is not a change of one logit follows from the log of the softmax's sum."""
+        cap, bias, sigmoid = self.softcap, self.sigmoid_bias, self.softmax == "sigmoid"
+
+        def score_mod(s: Tensor, *_: Tensor) -> Tensor:
+            if cap:
+                s = cap * torch.tanh(s / cap)
+            return -F.softplus(-(s + bias)) if sigmoid else s
+
+        y, aux = _compiled_flex()(
+            q, k, v, score_mod if cap or sigmoid else None, block_mask, enable_gqa=q.shape[1] != k.shape[1],
+            return_aux=AuxRequest(lse=True),
+        )
+        if sigmoid:  # softmax of log sigmoid, times its sum
+            y = y * aux.lse.exp()[..., None]
+        if self.softmax == "sink":  # one more term in the sum
+            y = y * torch.sigmoid(aux.lse - self.sink_logit[:, None])[..., None]
+        return y.to(v.dtype)
+
+    def _explicit(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """By `probabilities`, some rows at a time, which autograd does not keep but computes again."""
+        T, S = q.shape[2], k.shape[2]
+
+        def rows(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+            p = F.dropout(self.probabilities(q, k, start), self.dropout, self.training)
+            with torch.autocast(q.device.type, enabled=False):
+                return (p @ v.to(p.dtype).repeat_interleave(p.shape[1] // v.shape[1], dim=1)).to(v.dtype)
+
+        parts = []
+        for chunk in row_chunks(q, S):
+            stop = chunk.stop + S - T
+            part = q[:, :, chunk], k[:, :, :stop], v[:, :, :stop], chunk.start + S - T
+            parts.append(checkpoint(rows, *part, use_reentrant=False) if torch.is_grad_enabled() else rows(*part))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+    def path(self, T: int, device: torch.device) -> Literal["sdpa", "masked", "flex", "explicit"]:
+        """How `attend` computes sequences of T. FlexAttention serves training's length alone: each length is compiled anew, and
+        past torch's limit it would silently run uncompiled."""
+        beyond_softmax = bool(self.softcap) or self.softmax == "sigmoid"
+        windowed = 0 < self.window < T
+        if device.type == "cuda" and T == self.longest and not self.dropout:
+            return "flex" if beyond_softmax or windowed or self.softmax == "sink" else "sdpa"
+        return "explicit" if beyond_softmax else "masked" if windowed else "sdpa"
+
+    def mask(self, T: int, device: torch.device) -> "Mask":
+        """What `attend` takes for sequences of T; the same for layers with the same window. Not for compiled code."""
+        path = self.path(T, device)
+        if path == "flex":
+            return block_mask(T, self.window or T, device)
+        i = torch.arange(T, device=device)
+        return _sees(i[:, None], i, self.window) if path == "masked" else None
+
+    # --- stage 4: output ---------------------------------------------------------------------------------------------------
+
+    def output(self, y: Tensor, v: Tensor, x: Tensor) -> Tensor:
+        """y (B, H, T, d) of `attend`, v and x of the same positions -> (B, T, C): XSA, gate, projection."""
+        if self.gate != "off":
+            gate = 2 * torch.sigmoid(self.c_gate(x).to(torch.promote_types(x.dtype, torch.float32)))  # exactly 1 at the start
+            gate = gate.unflatten(-1, (y.shape[1], -1)).transpose(1, 2)  # (B, H, T, 1 or d)
+        if self.gate == "head":  # it commutes with XSA, whose function has the projection in it
+            y = (y * gate).to(y.dtype)
+        if self.exclusive == "on" and self.gate != "element":
             return ExclusiveProjection.apply(y, v, self.c_proj.weight, self.c_proj.bias)
-        return self.c_proj(y.transpose(1, 2).reshape(B, T, H * d))
+        if self.exclusive != "off":
+            y = exclude(y, v, self.alpha.tanh() if self.exclusive == "learned" else torch.ones_like(y[0, :, 0, 0]))
+        if self.gate == "element":
+            y = (y * gate).to(y.dtype)
+        return self.c_proj(y.transpose(1, 2).flatten(2))
+
+    # --- QK-Clip (arXiv 2507.20534) ----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def largest_logits(self, q: Tensor, k: Tensor) -> Tensor:
+        """Largest logit (H,) of all queries q (B, H, T, d) and the keys k (B, K, T, d) that they see, in fp32."""
+        chunks = (self.scores(q[:, :, c], k[:, :, : c.stop], c.start).amax(dim=(0, 2, 3)) for c in row_chunks(q, k.shape[2]))
+        return functools.reduce(torch.maximum, chunks).float()
+
+    @torch.no_grad()
+    def qk_clip_(self, largest: Tensor) -> Tensor:
+        """Scales q and k of heads whose `largest` (H,) passes qk_clip so that it would not have; under QK norm by the gains, the
+        norm undoing any other scale. A kv head's queries are scaled alike, by the largest of them. Returns which kv heads (K,)
+        were."""
+        H, K, d = self.n_head, self.n_kv_head, self.head_dim
+        largest = largest.view(K, H // K).amax(1)
+        clipped = largest > self.qk_clip
+        root = torch.where(clipped, self.qk_clip / largest, 1.0).sqrt()
+        scale = torch.cat((root.repeat_interleave(H // K), root)).repeat_interleave(d)
+        if self.qk_norm:
+            self.qk_gain.mul_(scale)
+        else:
+            self.c_attn.weight[: len(scale)].mul_(scale[:, None])
+            if self.c_attn.bias is not None:
+                self.c_attn.bias[: len(scale)].mul_(scale)
+        return clipped
+
+
+Mask = Tensor | BlockMask | None
+
+
+def _sees(i: Tensor, j: Tensor, window: int) -> Tensor:
+    """Whether the query at position i sees the key at position j: `window` keys up to its own, which is one of them."""
+    return (j <= i) & (i - j < window)
+
+
+def row_chunks(q: Tensor, n_keys: int) -> Iterator[slice]:
+    """Rows of q (B, H, T, d) whose logits are few enough to be held: 64 MB in fp32 on a CPU, on a GPU enough to fill it."""
+    B, H, T, _ = q.shape
+    rows = max(1, 2 ** (24 if q.device.type == "cpu" else 27) // (B * H * n_keys))
+    return (slice(start, min(start + rows, T)) for start in range(0, T, rows))
+
+
+@functools.lru_cache(maxsize=8)
+def block_mask(T: int, window: int, device: torch.device) -> BlockMask:
+    """FlexAttention's form of the causal mask with a window: which blocks of the T x T logits are computed at all."""
+    return create_block_mask(lambda b, h, i, j: _sees(i, j, window), None, None, T, T, device=device)
+
+
+@functools.cache
+def _compiled_flex() -> Any:
+    """Uncompiled, FlexAttention would hold all T x T logits. Inside a compiled block this is compiled with it."""
+    return torch.compile(flex_attention, dynamic=False)
 
 
 class MLP(nn.Module):
@@ -294,36 +537,44 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: GPTConfig):
+    def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
-        self.attn = CausalSelfAttention(config)
+        self.attn = CausalSelfAttention(config, layer)
         self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, rope: Rope, cache: KVCache | None = None) -> Tensor:
-        x = x + self.drop(self.attn(self.ln_1(x), rope, cache))
-        return x + self.drop(self.mlp(self.ln_2(x)))
+    def forward(
+        self, x: Tensor, rope: Rope, v1: Tensor | None = None, mask: Mask = None, cache: KVCache | None = None
+    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
+        """As CausalSelfAttention.forward, around the residual stream."""
+        y, v1, watched = self.attn(self.ln_1(x), rope, v1, mask, cache)
+        x = x + self.drop(y)
+        return x + self.drop(self.mlp(self.ln_2(x))), v1, watched
 
 
 class GPT(nn.Module):
     """The language model. Weights are drawn from `seed` alone, tensor by tensor: two variants have every weight in common
     that both have. Without a seed one is drawn from torch's global generator.
 
-    `activation_checkpointing`: keep each block's input alone and run the block again in backward."""
+    `activation_checkpointing`: keep each block's input alone and run the block again in backward.
+
+    `max_logits`: with qk_clip, the largest logit (n_layer, H) of the forward passes in training mode since it was last taken;
+    None before the first. A plain tensor: a buffer would be broadcast by DDP."""
 
     def __init__(self, config: GPTConfig, seed: int | None = None):
         super().__init__()
         self.config = config
         self.activation_checkpointing = False
+        self.max_logits: Tensor | None = None
         device = torch.get_default_device()
         with torch.device("meta"):  # init_weights sets every tensor, so the modules' own initialisation would be lost work
             self.wte = nn.Embedding(config.vocab_size, config.n_embd)
             self.sink = nn.Parameter(torch.empty(config.n_sink, config.n_embd)) if config.n_sink else None
             self.ln_emb = nn.LayerNorm(config.n_embd, bias=config.bias)
             self.drop = nn.Dropout(config.dropout)
-            self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+            self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
             self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
             self.chunk_loss = ChunkLoss()
         self.to_empty(device=device)
@@ -333,17 +584,20 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
         """N(0, 0.02) for matrices, embedding and sinks, divided by sqrt(2 n_layer) for those that write into the residual
-        stream; gains 1, biases 0 (GPT-2, NanoGPT)."""
+        stream; gains 1, biases 0 (GPT-2, NanoGPT); what else attention learns, as its modules say."""
+        starts = {f"{prefix}.attn.{name}": start for prefix, block in self.h.named_children()
+                  for name, start in block.attn.starts.items()}
         for name, p in self.named_parameters():
             if name.endswith("bias"):
-                p.zero_()
+                mean, std = 0.0, 0.0
             elif p.ndim == 1:
-                p.fill_(1.0)
+                mean, std = 1.0, 0.0
             else:
-                digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
-                generator = torch.Generator(p.device).manual_seed(int.from_bytes(digest, "little"))
-                std = 0.02 / math.sqrt(2 * self.config.n_layer) if name.endswith("c_proj.weight") else 0.02
-                p.normal_(0.0, std, generator=generator)
+                mean, std = 0.0, 0.02 / math.sqrt(2 * self.config.n_layer) if name.endswith("c_proj.weight") else 0.02
+            mean, std = starts.get(name.removeprefix("h."), (mean, std))
+            digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
+            generator = torch.Generator(p.device).manual_seed(int.from_bytes(digest, "little"))
+            p.normal_(mean, std, generator=generator) if std else p.fill_(mean)
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """idx (B, T), T <= block_size -> (logits (B, T, V) of every position, None).
@@ -368,12 +622,42 @@ class GPT(nn.Module):
             x = torch.cat((self.sink.expand(len(x), -1, -1).to(x.dtype), x), dim=1)
         x = self.drop(self.ln_emb(x))
         rope = rope_table(start, start + x.shape[1], config.head_dim, config.rope_base, like=self.wte.weight)
+        masks: dict[int, Mask] = {}
+        v1, largest = None, []
         for i, block in enumerate(self.h):
+            if (window := block.attn.window) not in masks:
+                masks[window] = block.attn.mask(x.shape[1], x.device)
             if self.activation_checkpointing and self.training:
-                x = checkpoint(block, x, rope, use_reentrant=False)
+                x, v1, watched = checkpoint(block, x, rope, v1, masks[window], use_reentrant=False)
             else:
-                x = block(x, rope, caches[i] if caches else None)
+                x, v1, watched = block(x, rope, v1, masks[window], caches[i] if caches else None)
+            if watched is not None:  # outside of the block, whose compiled code the loop over chunks would swell
+                largest.append(block.attn.largest_logits(*watched))
+        if largest:
+            found = torch.stack(largest)
+            self.max_logits = found if self.max_logits is None else torch.maximum(self.max_logits, found)
         return self.ln_f(x[:, sinks:])
+
+    def take_max_logits(self) -> Tensor:
+        """max_logits (n_layer, H) of the step's forward passes on this rank, which are forgotten. The step's are their maximum
+        over ranks; for qk_clip_ if the optimizer made its step, for nothing if it did not."""
+        found, self.max_logits = self.max_logits, None
+        if found is None:
+            raise ValueError("no forward pass in training mode with qk_clip since max_logits was last taken")
+        return found
+
+    def qk_clip_(self, max_logits: Tensor) -> Tensor:
+        """QK-Clip (arXiv 2507.20534, Alg 1) after an optimizer step, by the largest logits (n_layer, H) of its whole batch.
+        Returns which kv heads were scaled, bool (n_layer, K)."""
+        return torch.stack([block.attn.qk_clip_(largest) for block, largest in zip(self.h, max_logits, strict=True)])
+
+    def attention_path(self, device: torch.device) -> str:
+        """What computes attention in training on `device`, and in how many layers, for people to read."""
+        names = {"sdpa": "fused (SDPA)", "masked": "fused with a mask (SDPA)", "flex": "FlexAttention, compiled",
+                 "explicit": "explicit, some rows at a time"}
+        length = self.config.n_sink + self.config.block_size
+        counts = Counter(names[block.attn.path(length, device)] for block in self.h)
+        return ", ".join(name if len(counts) == 1 else f"{name} in {n} layers" for name, n in counts.items())
 
     def compile_parts(self) -> None:
         """torch.compile, part by part and in place: one block's code serves all, and no parameter changes its name."""
@@ -386,18 +670,28 @@ class GPT(nn.Module):
         return sum(p.numel() for name, p in self.named_parameters() if p.ndim == 2 and name not in ("wte.weight", "sink"))
 
     def flops_per_token(self) -> int:
-        """Forward and backward FLOPs of one training token: 6 per weight in a matrix product, the tied head included, and
-        12 H d T a layer for attention without a discount for the causal half (PaLM, arXiv 2204.02311, appendix B)."""
+        """Forward and backward FLOPs of one training token: 6 per weight in a matrix product, the tied head included, and per
+        layer 12 H d for every key that a query sees, without a discount for the causal half (PaLM, arXiv 2204.02311, appendix
+        B): all T of them, or the window's. Differential attention's values are 2d wide, 18 H d in place of 12. GQA saves weights
+        alone. Whatever is no matrix product is not counted, nor is what an implementation does twice."""
         config = self.config
         weights = self.num_params() + self.wte.weight.numel()
-        return 6 * weights + 12 * config.n_layer * config.n_head * config.head_dim * (config.block_size + config.n_sink)
+        length = config.n_sink + config.block_size
+        keys = sum(min(block.attn.window or length, length) for block in self.h)
+        return 6 * weights + (18 if config.differential else 12) * config.n_head * config.head_dim * keys
+
+    def kv_cache_bytes_per_token(self, bytes_per_number: int = 2) -> int:
+        """Of one sequence in decoding; layers with a window keep all of it too, as KVCache does."""
+        config = self.config
+        return 2 * config.n_layer * config.n_kv_head * config.head_dim * bytes_per_number
 
     @classmethod
     def from_checkpoint(cls, path: str | Path, device: str | torch.device = "cpu") -> "GPT":
         """The model in a checkpoint of train.py, in eval mode. Raises ValueError for any other file."""
         try:
             state = torch.load(path, map_location=device, weights_only=True, mmap=True)
-            config = GPTConfig(**{f.name: state["config"][f.name] for f in fields(GPTConfig)})
+            names = {f.name for f in fields(GPTConfig)}
+            config = GPTConfig(**{key: value for key, value in state["config"].items() if key in names})
             with torch.device("meta"):
                 model = cls(config)
             model.load_state_dict(state["model"], assign=True)

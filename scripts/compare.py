@@ -18,11 +18,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median, stdev
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from command_line import ArgumentParser, InputError
+from presets import PLAIN, preset_switches
 
 FINAL_SHARE = 0.05  # of the logged steps, over whose losses the final training loss is the mean
 # Settings that leave the training curve as it is.
@@ -41,8 +43,8 @@ SPEED = ("compile", "micro_batch_size", "activation_checkpointing", "dtype")  # 
 DERIVED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "min_lr": lambda c: c["learning_rate"] / 10,
     "lr_decay_iters": lambda c: c["max_iters"],
-    "n_kv_head": lambda c: c["n_head"],
     "head_dim": lambda c: c["n_embd"] // c["n_head"],
+    **{switch: lambda c, switch=switch: preset_switches(SimpleNamespace(**c))[switch] for switch in PLAIN},
 }
 BASELINE_COLOUR = "#000000"
 COLOURS = ["#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]  # Okabe and Ito: safe for colour-blind readers
@@ -163,7 +165,7 @@ def differing(runs: list[Run], ignored: set[str]) -> list[str]:
     def follows(key: str) -> bool:
         try:
             return all(run.config.get(key) == DERIVED[key](run.config) for run in runs)
-        except (KeyError, TypeError, ZeroDivisionError):
+        except (AttributeError, KeyError, TypeError, ZeroDivisionError):
             return False
 
     return [key for key in found if not (key in DERIVED and follows(key))]

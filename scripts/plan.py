@@ -220,7 +220,7 @@ def measure(config: Config) -> dict[str, Any]:
         raise InputError("--measure: peak memory on CPU is read from /proc, which this system does not have")
     dtype = autocast_dtype(config.dtype, device)
     config = replace(config, dtype="float32" if dtype is None else "bfloat16")
-    small = {"n_layer": 1, "n_head": 1, "n_kv_head": 1, "n_embd": 32, "head_dim": 32, "vocab_size": 64, "block_size": 16}
+    small = {"n_layer": 1, "n_head": 2, "n_kv_head": 2, "n_embd": 32, "head_dim": 32, "vocab_size": 64, "block_size": 16}
     _steps(replace(config, **small), device, dtype)  # loads what a first step loads: libraries, thread pools
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)

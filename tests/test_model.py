@@ -1,4 +1,5 @@
-"""model.py against independent references: Hugging Face models, formulas in fp64, finite differences, brute force."""
+"""model.py against independent references: Hugging Face models, formulas in fp64, finite differences, brute force. Attention's
+methods and presets have tests/test_attention.py."""
 
 import dataclasses
 import math
@@ -22,12 +23,6 @@ from model import (
 )
 
 VARIANTS = ["sa", "xsa"]
-SHAPES = {
-    "mha": {},
-    "gqa": {"n_kv_head": 2},
-    "mqa_sinks": {"n_kv_head": 1, "n_sink": 3},
-    "wide_bias": {"head_dim": 24, "bias": True},
-}
 TINY = {"block_size": 16, "vocab_size": 61, "n_layer": 2, "n_head": 4, "n_embd": 32}
 
 
@@ -79,63 +74,6 @@ def test_logits_equal_gpt_neox_with_the_same_weights():
     idx = tokens()
     # Hugging Face's rotary table is fp32 whatever the model is.
     torch.testing.assert_close(ours(idx)[0], theirs(idx).logits, rtol=1e-5, atol=1e-5)
-
-
-def test_attention_equals_llama_with_gqa():
-    """Llama's attention with the same projections: which kv head a query head reads, RoPE's halves, scale and mask."""
-    transformers = pytest.importorskip("transformers")
-    from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
-
-    ours = tiny(n_kv_head=2).h[0].attn
-    H, K, d, C, T = 4, 2, 8, 32, 11
-    config = transformers.LlamaConfig(hidden_size=C, num_attention_heads=H, num_key_value_heads=K, head_dim=d,
-                                      attn_implementation="eager", max_position_embeddings=16)
-    theirs = LlamaAttention(config, layer_idx=0).double()
-    q, k, v = ours.c_attn.weight.split((H * d, K * d, K * d))
-    theirs.load_state_dict({"q_proj.weight": q, "k_proj.weight": k, "v_proj.weight": v, "o_proj.weight": ours.c_proj.weight})
-    x = torch.randn(2, T, C, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    mask = torch.full((T, T), -math.inf, dtype=torch.float64).triu(1)
-    cos_sin = LlamaRotaryEmbedding(config)(x, torch.arange(T)[None])
-    expected = theirs(x, position_embeddings=cos_sin, attention_mask=mask[None, None])[0]
-    found = ours(x, rope_table(0, T, d, 10000.0, like=x))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
-def slow_attention(attn, x: torch.Tensor, exclusive: bool) -> torch.Tensor:
-    """The explicit T x T definition, head by head and position by position, in x's dtype."""
-    B, T, _ = x.shape
-    H, K, d = attn.n_head, attn.n_kv_head, attn.head_dim
-    q, k, v = F.linear(x, attn.c_attn.weight, attn.c_attn.bias).split((H * d, K * d, K * d), dim=-1)
-    inverse = 10000.0 ** (-2 * torch.arange(d // 2, dtype=x.dtype) / d)
-
-    def rotated(vector, position):
-        first, second = vector[: d // 2], vector[d // 2 :]
-        cos, sin = torch.cos(position * inverse), torch.sin(position * inverse)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin))
-
-    heads = torch.zeros(B, T, H, d, dtype=x.dtype)
-    for b in range(B):
-        for h in range(H):
-            g = h // (H // K)
-            keys = [rotated(k[b, t, g * d : (g + 1) * d], t) for t in range(T)]
-            values = v[b, :, g * d : (g + 1) * d]
-            for t in range(T):
-                query = rotated(q[b, t, h * d : (h + 1) * d], t)
-                weights = torch.stack([query @ keys[j] / math.sqrt(d) for j in range(t + 1)]).softmax(0)
-                y = weights @ values[: t + 1]
-                if exclusive:
-                    y = y - (y @ values[t]) / (values[t] @ values[t]) * values[t]
-                heads[b, t, h] = y
-    return F.linear(heads.flatten(2), attn.c_proj.weight, attn.c_proj.bias)
-
-
-@pytest.mark.parametrize("attention", VARIANTS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_attention_equals_its_definition(attention, shape):
-    attn = tiny(attention, **SHAPES[shape]).h[0].attn
-    x = torch.randn(2, 7, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    found = attn(x, rope_table(0, 7, attn.head_dim, 10000.0, like=x))
-    torch.testing.assert_close(found, slow_attention(attn, x, attention == "xsa"), rtol=1e-9, atol=1e-11)
 
 
 def test_rope_depends_on_the_difference_of_positions_alone():
@@ -238,41 +176,17 @@ def test_gelu_projection_keeps_its_input_alone():
     assert torch.autograd.gradcheck(GELUProjection.apply, (h, weight, bias))
 
 
-@pytest.mark.parametrize("shape", ["mha", "gqa", "wide_bias"])
+@pytest.mark.parametrize("shape", [{}, {"n_kv_head": 2}, {"head_dim": 24, "bias": True}], ids=str)
 def test_first_position_of_xsa_is_zero(shape):
     """Position 0 attends to itself alone, so y_0 = v_0 and z_0 = 0: its attention output is the projection's bias."""
-    attn = tiny("xsa", **SHAPES[shape]).h[0].attn
+    attn = tiny("xsa", **shape).h[0].attn
     x = torch.randn(2, 5, 32, dtype=torch.float64)
-    out = attn(x, rope_table(0, 5, attn.head_dim, 10000.0, like=x))[:, 0]
+    out = attn(x, rope_table(0, 5, attn.head_dim, 10000.0, like=x))[0][:, 0]
     bias = torch.zeros(32, dtype=torch.float64) if attn.c_proj.bias is None else attn.c_proj.bias
     torch.testing.assert_close(out, bias.expand_as(out), rtol=0, atol=1e-13)
 
 
-# --- every variant -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("attention", VARIANTS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_changing_a_token_moves_no_earlier_logit(attention, shape):
-    model, idx, t = tiny(attention, **SHAPES[shape]), tokens(), 6
-    changed = idx.clone()
-    changed[:, t] = (changed[:, t] + 1) % TINY["vocab_size"]
-    before, after = model(idx)[0], model(changed)[0]
-    assert torch.equal(before[:, :t], after[:, :t])
-    assert ((before[:, t:] - after[:, t:]).abs().amax(dim=(0, 2)) > 1e-6).all()  # and it does reach every later one
-
-
-@pytest.mark.parametrize("attention", VARIANTS)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("prompt", [1, 5, 16, 20])
-def test_cached_greedy_decoding_equals_uncached(attention, shape, prompt):
-    """Up to block_size = 16 and past it, where each token is predicted from the last block_size ones."""
-    model, idx = tiny(attention, **SHAPES[shape]), tokens(T=prompt)
-    expected = idx
-    for _ in range(18):
-        logits = model(expected[:, -TINY["block_size"] :])[0][:, -1]
-        expected = torch.cat((expected, logits.argmax(-1, keepdim=True)), dim=1)
-    assert torch.equal(model.generate(idx, 18, temperature=0), expected)
+# --- the whole model -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("attention", VARIANTS)
@@ -297,26 +211,6 @@ def test_variants_differ_in_attention_alone():
     sa, xsa = GPT(GPTConfig(**TINY), seed=3), GPT(GPTConfig(**TINY, attention="xsa"), seed=3)
     assert all(torch.equal(a, b) for a, b in zip(sa.state_dict().values(), xsa.state_dict().values(), strict=True))
     assert (sa(tokens())[0] - xsa(tokens())[0]).abs().max() > 1e-4
-
-
-@pytest.mark.parametrize("attention", VARIANTS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_every_parameter_gets_a_gradient(attention, shape):
-    model = tiny(attention, **SHAPES[shape])
-    model(tokens(), tokens(seed=1))[1].backward()
-    for name, p in model.named_parameters():
-        assert p.grad is not None and p.grad.abs().max() > 0, name
-
-
-@pytest.mark.parametrize("attention", VARIANTS)
-def test_activation_checkpointing_changes_no_gradient(attention):
-    grads = []
-    for flag in (False, True):
-        model = tiny(attention, n_sink=1).train()
-        model.activation_checkpointing = flag
-        model(tokens(), tokens(seed=1))[1].backward()
-        grads.append([p.grad for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
 @pytest.mark.slow  # torch.compile builds C++ code
@@ -414,17 +308,6 @@ def test_logits_are_never_materialised():
         with Watch(), torch.autocast("cpu", torch.bfloat16, enabled=dtype != torch.float32):
             model(idx, idx)[1].backward()
         assert 0 < largest < B * T * V / 2
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("attention", VARIANTS)
-def test_autocast_stays_close_to_fp32(attention, dtype):
-    model = GPT(GPTConfig(**TINY, attention=attention), seed=0)
-    exact = model(tokens(), tokens(seed=1))[1]
-    with torch.autocast("cpu", dtype):
-        _, loss = model(tokens(), tokens(seed=1))
-    assert loss.dtype == torch.float32
-    assert abs(loss - exact) < 0.01
 
 
 # --- shape, initialisation, generation, loading ------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ PAIRS = (("sa", "nanogpt"), ("xsa", "sa"))
 # Without a config file: GPT-2's width and vocabulary, cut in depth and length to what a CPU can do while one waits.
 DEFAULT_SHAPE = ["--n_layer=4", "--block_size=512", "--micro_batch_size=4", "--global_batch_size=4"]
 # Steps of this size load what a first step loads, libraries and thread pools, before memory is counted.
-TINY_SHAPE = {"n_layer": 1, "n_head": 1, "n_kv_head": 1, "n_embd": 32, "head_dim": 32, "vocab_size": 64, "block_size": 16,
+TINY_SHAPE = {"n_layer": 1, "n_head": 2, "n_kv_head": 2, "n_embd": 32, "head_dim": 32, "vocab_size": 64, "block_size": 16,
               "micro_batch_size": 1, "global_batch_size": 1, "compile": False}
 WARM_UP_ROUNDS = 2
 
@@ -174,7 +174,7 @@ class Arm:
         if name == "nanogpt":
             self.run = NanoGPTRun(config, ranks.device)
         else:
-            self.run = OurRun(replace(config, attention=name), ranks)
+            self.run = OurRun(config.with_attention(name), ranks)
             self.run._build(None)
         generator = torch.Generator().manual_seed(config.seed)
         shape = (config.micro_batch_size, config.block_size + 1)
