@@ -342,42 +342,41 @@ class CausalSelfAttention(nn.Module):
 
     def probabilities(self, q: Tensor, k: Tensor, start: int = 0) -> Tensor:
         """Weights (B, H, r, S), in fp32 or wider, of the values for queries and keys as `scores` takes them; (B, H/2, r, S)
-        of differential attention. What attention is by definition: for analysis, and where no fused form exists."""
+        of differential attention. What attention is by definition, for analysis."""
+        p = self._map(q, k, start)
+        return self._difference(p) if self.differential else p
+
+    def _map(self, q: Tensor, k: Tensor, start: int) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
         with torch.autocast(q.device.type, enabled=False):
             s = self.scores(q.to(wide), k.to(wide), start)
         if self.softmax == "sigmoid":
-            p = torch.sigmoid(s + self.sigmoid_bias)
-        elif self.softmax == "sink":
+            return torch.sigmoid(s + self.sigmoid_bias)
+        if self.softmax == "sink":
             logit = self.sink_logit.to(wide).view(-1, 1, 1).expand(*s.shape[:3], 1)
-            p = torch.cat((logit, s), dim=-1).softmax(-1)[..., 1:]
-        else:
-            p = s.softmax(-1)
-        return self._difference(p) if self.differential else p
+            return torch.cat((logit, s), dim=-1).softmax(-1)[..., 1:]
+        return s.softmax(-1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: "Mask" = None) -> Tensor:
         """Weighted sums of values y (B, H, T, d), or (B, H/2, T, 2d) of differential attention, in v's dtype."""
         if q.shape[2] == 1 and self.window:  # one new position at the end of a cache
             k, v = k[:, :, -self.window :], v[:, :, -self.window :]
-        if isinstance(mask, BlockMask):
-            attention = functools.partial(self._flex, block_mask=mask)
-        elif self.softcap or self.softmax == "sigmoid":
-            attention = self._explicit
-        else:
-            attention = functools.partial(self._sdpa, mask=mask)
         if not self.differential:
-            return attention(q, k, v)
-        if attention == self._explicit:
-            y = attention(q, k, v)
-        else:
-            # Fused kernels want values of the keys' size, so each map is applied to either half of its pair's values.
-            pair = self.n_head // v.shape[1]
-            k = k.repeat_interleave(self.n_head // self.n_kv_head, dim=1)
-            halves = (half.repeat_interleave(pair, dim=1) for half in v.chunk(2, dim=-1))
-            y = self._difference(torch.cat([attention(q, k, half) for half in halves], dim=-1))
+            return self._attend(q, k, v, mask)
+        # Fused kernels want values of the keys' size, so each map is applied to either half of its pair's values.
+        k = k.repeat_interleave(self.n_head // self.n_kv_head, dim=1)
+        halves = (half.repeat_interleave(self.n_head // v.shape[1], dim=1) for half in v.chunk(2, dim=-1))
+        y = self._difference(torch.cat([self._attend(q, k, half, mask) for half in halves], dim=-1))
         # Differential Transformer's norm of every head (arXiv 2410.05258, Eq 3), without gains, which c_proj has already.
         wide = torch.promote_types(y.dtype, torch.float32)
         return (F.rms_norm(y.to(wide), y.shape[-1:], eps=1e-5) * (1 - self.lambda_start)).to(v.dtype)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: "Mask") -> Tensor:
+        if isinstance(mask, BlockMask):
+            return self._flex(q, k, v, mask)
+        if self.softcap or self.softmax == "sigmoid":
+            return self._explicit(q, k, v)
+        return self._sdpa(q, k, v, mask)
 
     def _difference(self, maps: Tensor) -> Tensor:
         """(B, H, ...) -> (B, H/2, ...): of each pair the first less lambda times the second (arXiv 2410.05258, Eq 1-2)."""
@@ -423,11 +422,11 @@ class CausalSelfAttention(nn.Module):
         return y.to(v.dtype)
 
     def _explicit(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """By `probabilities`, some rows at a time, which autograd does not keep but computes again."""
+        """By the definition, some rows at a time, which autograd does not keep but computes again."""
         T, S = q.shape[2], k.shape[2]
 
         def rows(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-            p = F.dropout(self.probabilities(q, k, start), self.dropout, self.training)
+            p = F.dropout(self._map(q, k, start), self.dropout, self.training)
             with torch.autocast(q.device.type, enabled=False):
                 return (p @ v.to(p.dtype).repeat_interleave(p.shape[1] // v.shape[1], dim=1)).to(v.dtype)
 
@@ -459,18 +458,20 @@ class CausalSelfAttention(nn.Module):
 
     def output(self, y: Tensor, v: Tensor, x: Tensor) -> Tensor:
         """y (B, H, T, d) of `attend`, v and x of the same positions -> (B, T, C): XSA, gate, projection."""
-        if self.gate != "off":
-            gate = 2 * torch.sigmoid(self.c_gate(x).to(torch.promote_types(x.dtype, torch.float32)))  # exactly 1 at the start
-            gate = gate.unflatten(-1, (y.shape[1], -1)).transpose(1, 2)  # (B, H, T, 1 or d)
         if self.gate == "head":  # it commutes with XSA, whose function has the projection in it
-            y = (y * gate).to(y.dtype)
+            y = (y * self.gates(x)).to(y.dtype)
         if self.exclusive == "on" and self.gate != "element":
             return ExclusiveProjection.apply(y, v, self.c_proj.weight, self.c_proj.bias)
         if self.exclusive != "off":
             y = exclude(y, v, self.alpha.tanh() if self.exclusive == "learned" else torch.ones_like(y[0, :, 0, 0]))
         if self.gate == "element":
-            y = (y * gate).to(y.dtype)
+            y = (y * self.gates(x)).to(y.dtype)
         return self.c_proj(y.transpose(1, 2).flatten(2))
+
+    def gates(self, x: Tensor) -> Tensor:
+        """x (B, T, C) -> (B, H, T, 1), or (B, H, T, d) with a gate per element, in fp32 or wider; exactly 1 at the start."""
+        gates = 2 * torch.sigmoid(self.c_gate(x).to(torch.promote_types(x.dtype, torch.float32)))
+        return gates.unflatten(-1, (self.n_head // self.maps, -1)).transpose(1, 2)
 
     # --- QK-Clip (arXiv 2507.20534) ----------------------------------------------------------------------------------------
 
@@ -612,16 +613,9 @@ class GPT(nn.Module):
 
     def _hidden(self, idx: Tensor, caches: list[KVCache] | None = None) -> Tensor:
         """The final LayerNorm's output (B, T, C). Sinks take the first positions and are gone from the result."""
-        config = self.config
-        if idx.shape[1] > config.block_size:
-            raise ValueError(f"a sequence has at most block_size={config.block_size} tokens, found {idx.shape[1]}")
-        x = self.wte(idx)
-        start = caches[0].used if caches else 0
-        sinks = config.n_sink if start == 0 else 0
-        if sinks:
-            x = torch.cat((self.sink.expand(len(x), -1, -1).to(x.dtype), x), dim=1)
-        x = self.drop(self.ln_emb(x))
-        rope = rope_table(start, start + x.shape[1], config.head_dim, config.rope_base, like=self.wte.weight)
+        if idx.shape[1] > self.config.block_size:
+            raise ValueError(f"a sequence has at most block_size={self.config.block_size} tokens, found {idx.shape[1]}")
+        x, rope = self.embed(idx, start=caches[0].used if caches else 0)
         masks: dict[int, Mask] = {}
         v1, largest = None, []
         for i, block in enumerate(self.h):
@@ -636,7 +630,16 @@ class GPT(nn.Module):
         if largest:
             found = torch.stack(largest)
             self.max_logits = found if self.max_logits is None else torch.maximum(self.max_logits, found)
-        return self.ln_f(x[:, sinks:])
+        return self.ln_f(x[:, -idx.shape[1] :])
+
+    def embed(self, idx: Tensor, start: int = 0) -> tuple[Tensor, Rope]:
+        """What the first block takes: idx (B, T) at positions from `start` on embedded, at the very start behind the sinks."""
+        config = self.config
+        x = self.wte(idx)
+        if config.n_sink and start == 0:
+            x = torch.cat((self.sink.expand(len(x), -1, -1).to(x.dtype), x), dim=1)
+        rope = rope_table(start, start + x.shape[1], config.head_dim, config.rope_base, like=self.wte.weight)
+        return self.drop(self.ln_emb(x)), rope
 
     def take_max_logits(self) -> Tensor:
         """max_logits (n_layer, H) of the step's forward passes on this rank, which are forgotten. The step's are their maximum

@@ -4,11 +4,13 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from presets import GPTConfig
 from scripts import compare
 
 ROOT = Path(__file__).parents[1]
@@ -106,6 +108,16 @@ def test_variants_are_named_by_what_differs(tmp_path, capsys):
     assert list(rows(out)) == ["variant", *names]
     assert "not the same recipe: different learning_rate\n" in out.replace(".  \n", "\n")
     assert "not of the same set-up: different micro_batch_size" in out
+
+
+def test_a_preset_s_switches_are_not_named_but_for_those_set_otherwise(tmp_path, capsys):
+    def folder(name: str, **settings) -> Path:
+        return write_run(tmp_path / name, **asdict(GPTConfig(**settings)))
+
+    plain, gsxa = folder("sa"), folder("gsxa", attention="gsxa")
+    assert list(rows(run(capsys, plain, gsxa)[1])) == ["variant", "sa", "gsxa"]
+    ungated = folder("ungated", attention="gsxa", gate="off")
+    assert list(rows(run(capsys, plain, gsxa, ungated)[1])) == ["variant", "sa, gate=off", "gsxa, gate=head", "gsxa, gate=off"]
 
 
 def test_a_setting_that_others_explain_is_kept_where_it_says_more(tmp_path, capsys):

@@ -214,7 +214,7 @@ def test_variants_differ_in_attention_alone():
 
 
 @pytest.mark.slow  # torch.compile builds C++ code
-@pytest.mark.parametrize("attention", VARIANTS)
+@pytest.mark.parametrize("attention", [*VARIANTS, "gsxa"])
 def test_compiled_blocks_equal_eager_ones(attention):
     plain, compiled = tiny(attention, n_kv_head=2), tiny(attention, n_kv_head=2)
     names = list(compiled.state_dict())

@@ -1,0 +1,74 @@
+"""eval/diagnostics.py against models whose attention is known, and against the model's own forward pass."""
+
+import math
+
+import pytest
+import torch
+
+from eval.diagnostics import diagnose
+from model import GPT
+from presets import PRESETS, GPTConfig
+
+TINY = {"block_size": 16, "vocab_size": 61, "n_layer": 2, "n_head": 4, "n_embd": 32}
+
+
+def tokens(T: int = 12) -> torch.Tensor:
+    return torch.randint(0, 61, (2, T), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("attention", PRESETS)
+def test_its_pass_is_the_model_s_and_leaves_the_model_as_it_was(attention, monkeypatch):
+    model = GPT(GPTConfig(**TINY, attention=attention, n_kv_head=2, n_sink=1, dropout=0.1), seed=0).train()
+    outputs = []
+    for block in model.h:
+        block.register_forward_hook(lambda _, __, out: outputs.append(out[0].abs().max().item()))
+    found = diagnose(model, tokens())
+    assert not outputs and model.training and model.max_logits is None
+    model.eval()(tokens())
+    assert [layer["largest_activation"] for layer in found] == pytest.approx(outputs)
+    assert all(math.isfinite(value) for layer in found for value in layer.values())
+    switches = PRESETS[attention].switches
+    assert ("gate_mean" in found[0], "ssmax" in found[0]) == ("gate" in switches, switches.get("softmax") == "ssmax")
+
+
+def test_uniform_attention():
+    """With q = 0 every query spreads itself evenly over the keys that it sees."""
+    model = GPT(GPTConfig(**TINY), seed=0)
+    with torch.no_grad():
+        model.h[0].attn.c_attn.weight[:32] = 0
+    found, t = diagnose(model, tokens())[0], torch.arange(1, 13)
+    assert found["largest_logit"] == 0
+    assert found["attention_entropy"] == pytest.approx(t.log().mean().item(), rel=1e-5)
+    assert found["first_token_mass"] == pytest.approx((1 / t[1:]).mean().item(), rel=1e-5)
+
+
+def test_equal_tokens_have_the_value_s_direction():
+    found = diagnose(GPT(GPTConfig(**TINY, attention="xsa"), seed=0), torch.full((2, 12), 5))
+    assert found[0]["cos_y_v"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_gate_and_scale_are_means():
+    model = GPT(GPTConfig(**TINY, attention="gsxa"), seed=0)
+    assert [layer["gate_mean"] for layer in diagnose(model, tokens())] == [1.0, 1.0]
+    with torch.no_grad():
+        model.h[1].attn.ssmax.copy_(torch.tensor([0.1, 0.2, 0.3, 0.4]))
+    assert diagnose(model, tokens())[1]["ssmax"] == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("attention", ["sa", "gsxa", "softcap"])
+def test_largest_logit_and_kurtosis_by_definition(attention):
+    model = GPT(GPTConfig(**TINY, attention=attention, n_kv_head=4), seed=0)
+    seen = {}
+    attn = model.h[1].attn
+    project = attn.project
+    attn.project = lambda *a: seen.setdefault("qkv", project(*a))
+    found = diagnose(model, tokens())[1]
+    q, k, _ = seen["qkv"]
+    s = (q @ k.mT / math.sqrt(8)).masked_fill(torch.ones(12, 12).triu(1).bool(), -math.inf)
+    assert found["largest_logit"] == pytest.approx(s.max().item(), rel=1e-4)
+    del attn.project
+    outputs = []
+    model.h[1].register_forward_hook(lambda _, __, out: outputs.append(out[0].double()))
+    model(tokens())
+    z = (outputs[0] - outputs[0].mean(-1, keepdim=True)) / outputs[0].std(-1, correction=0, keepdim=True)
+    assert found["kurtosis"] == pytest.approx((z**4).mean().item(), rel=1e-4)
