@@ -30,6 +30,9 @@ from presets import GPTConfig, letter
 IGNORE = -1  # a target that takes no part in the loss, as in NanoGPT
 
 
+Mask = Tensor | BlockMask | None  # for F.scaled_dot_product_attention, for FlexAttention, or plainly causal
+
+
 class Rope(NamedTuple):
     """What attention knows of positions: cosines and sines, each (T, 1, d/2), and how many keys each query sees, (T,)."""
 
@@ -137,11 +140,13 @@ def _inverse_square(v: Tensor) -> Tensor:
     return square.masked_fill(square < torch.finfo(v.dtype).tiny, math.inf).reciprocal()
 
 
-def exclude(y: Tensor, v: Tensor, strength: Tensor) -> Tensor:
-    """XSA with a strength (H,) per head, 1 being ExclusiveProjection's: y - strength (y.v) / ||v||^2 v, (B, H, T, d)."""
+def exclude(y: Tensor, v: Tensor, strength: Tensor | None) -> Tensor:
+    """XSA without the output projection: y - strength (y.v) / ||v||^2 v, (B, H, T, d), strength (H,) being 1 where it is None."""
     y5, v5 = _by_group(y, v.shape[1]), _by_group(v, v.shape[1])
     a = (y5 * v5).sum(-1, keepdim=True) * _inverse_square(v5)
-    return (y5 - strength.view(v.shape[1], -1, 1, 1) * a * v5).flatten(1, 2).to(y.dtype)
+    if strength is not None:
+        a = strength.view(v.shape[1], -1, 1, 1) * a
+    return (y5 - a * v5).flatten(1, 2).to(y.dtype)
 
 
 class ChunkLoss(nn.Module):
@@ -259,13 +264,12 @@ class CausalSelfAttention(nn.Module):
         self.window = config.window if letter(config.window_pattern, layer) == "w" else 0
 
         self.softmax, self.differential = config.softmax, config.differential
-        most_seen = min(self.window or self.longest, self.longest)
+        self.most_seen = min(self.window or self.longest, self.longest)
         if self.softmax == "ssmax":  # at the start the factor's mean over a sequence is 1
-            mean_log = sum(math.log(min(t, most_seen)) for t in range(1, self.longest + 1)) / self.longest
+            mean_log = sum(math.log(min(t, self.most_seen)) for t in range(1, self.longest + 1)) / self.longest
             self.ssmax = self._learned("ssmax", H, 1 / (mean_log or 1.0))
         if self.softmax == "sink":
             self.sink_logit = self._learned("sink_logit", H, 0.0)
-        self.sigmoid_bias = -math.log(most_seen)
         if self.differential:
             self.lambda_start = 0.8 - 0.6 * math.exp(-0.3 * layer)
             for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
@@ -289,7 +293,7 @@ class CausalSelfAttention(nn.Module):
         return nn.Parameter(torch.empty(size))
 
     def forward(
-        self, x: Tensor, rope: Rope, v1: Tensor | None = None, mask: "Mask" = None, cache: KVCache | None = None
+        self, x: Tensor, rope: Rope, v1: Tensor | None = None, mask: Mask = None, cache: KVCache | None = None
     ) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
         """x (B, T, C) -> (B, T, C); v1, the first layer's values for later layers; (q, k) where QK-Clip wants to see them.
         `mask` is self.mask's. With a cache, T > 1 only fills an empty one and T = 1 sees everything."""
@@ -303,7 +307,8 @@ class CausalSelfAttention(nn.Module):
     # --- stage 1: projection -----------------------------------------------------------------------------------------------
 
     def project(self, x: Tensor, rope: Rope, v1: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """x (B, T, C) -> q (B, H, T, d), k (B, K, T, d), v (B, K, T, d), as scores, weighted sum and XSA take them.
+        """x (B, T, C) -> q (B, H, T, d), k (B, K, T, d), v (B, K, T, d), as scores, weighted sum and XSA take them; v is
+        (B, K/2, T, 2d) with differential attention.
 
         SSMax's factor (arXiv 2501.19399), s ln n with n the keys that the query sees, is in q: scores are linear in it."""
         B, T, _ = x.shape
@@ -351,13 +356,13 @@ class CausalSelfAttention(nn.Module):
         with torch.autocast(q.device.type, enabled=False):
             s = self.scores(q.to(wide), k.to(wide), start)
         if self.softmax == "sigmoid":
-            return torch.sigmoid(s + self.sigmoid_bias)
+            return torch.sigmoid(s - math.log(self.most_seen))  # of weights that sum to about 1 at the start (arXiv 2409.04431)
         if self.softmax == "sink":
             logit = self.sink_logit.to(wide).view(-1, 1, 1).expand(*s.shape[:3], 1)
             return torch.cat((logit, s), dim=-1).softmax(-1)[..., 1:]
         return s.softmax(-1)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: "Mask" = None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask = None) -> Tensor:
         """Weighted sums of values y (B, H, T, d), or (B, H/2, T, 2d) of differential attention, in v's dtype."""
         if q.shape[2] == 1 and self.window:  # one new position at the end of a cache
             k, v = k[:, :, -self.window :], v[:, :, -self.window :]
@@ -371,7 +376,7 @@ class CausalSelfAttention(nn.Module):
         wide = torch.promote_types(y.dtype, torch.float32)
         return (F.rms_norm(y.to(wide), y.shape[-1:], eps=1e-5) * (1 - self.lambda_start)).to(v.dtype)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: "Mask") -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         if isinstance(mask, BlockMask):
             return self._flex(q, k, v, mask)
         if self.softcap or self.softmax == "sigmoid":
@@ -404,12 +409,12 @@ class CausalSelfAttention(nn.Module):
 
     def _flex(self, q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask) -> Tensor:
         """FlexAttention; what is not a change of one logit follows from the log of the softmax's sum."""
-        cap, bias, sigmoid = self.softcap, self.sigmoid_bias, self.softmax == "sigmoid"
+        cap, log_n, sigmoid = self.softcap, math.log(self.most_seen), self.softmax == "sigmoid"
 
         def score_mod(s: Tensor, *_: Tensor) -> Tensor:
             if cap:
                 s = cap * torch.tanh(s / cap)
-            return -F.softplus(-(s + bias)) if sigmoid else s
+            return -F.softplus(log_n - s) if sigmoid else s
 
         y, aux = _compiled_flex()(
             q, k, v, score_mod if cap or sigmoid else None, block_mask, enable_gqa=q.shape[1] != k.shape[1],
@@ -446,7 +451,7 @@ class CausalSelfAttention(nn.Module):
             return "flex" if beyond_softmax or windowed or self.softmax == "sink" else "sdpa"
         return "explicit" if beyond_softmax else "masked" if windowed else "sdpa"
 
-    def mask(self, T: int, device: torch.device) -> "Mask":
+    def mask(self, T: int, device: torch.device) -> Mask:
         """What `attend` takes for sequences of T; the same for layers with the same window. Not for compiled code."""
         path = self.path(T, device)
         if path == "flex":
@@ -463,7 +468,7 @@ class CausalSelfAttention(nn.Module):
         if self.exclusive == "on" and self.gate != "element":
             return ExclusiveProjection.apply(y, v, self.c_proj.weight, self.c_proj.bias)
         if self.exclusive != "off":
-            y = exclude(y, v, self.alpha.tanh() if self.exclusive == "learned" else torch.ones_like(y[0, :, 0, 0]))
+            y = exclude(y, v, self.alpha.tanh() if self.exclusive == "learned" else None)
         if self.gate == "element":
             y = (y * self.gates(x)).to(y.dtype)
         return self.c_proj(y.transpose(1, 2).flatten(2))
@@ -498,9 +503,6 @@ class CausalSelfAttention(nn.Module):
             if self.c_attn.bias is not None:
                 self.c_attn.bias[: len(scale)].mul_(scale)
         return clipped
-
-
-Mask = Tensor | BlockMask | None
 
 
 def _sees(i: Tensor, j: Tensor, window: int) -> Tensor:
