@@ -58,6 +58,10 @@ class Config(GPTConfig):
     # evaluation, logging, checkpoints
     eval_interval: Annotated[int, "steps between evaluations; there is always one at the start and one at the end"] = 1_000
     eval_tokens: Annotated[int, "validation tokens of an evaluation, over all ranks"] = 10_485_760
+    eval_tasks: Annotated[str | None, "downstream tasks to score at every evaluation, e.g. hellaswag,lambada_openai; needs "
+                          "requirements-eval.txt"] = None
+    eval_tasks_limit: Annotated[int, "items of each of these tasks, the first ones"] = 500
+    eval_tasks_data: Annotated[str | None, "their data: a folder made by python -m eval.local_data; None: the hub"] = None
     log_interval: Annotated[int, "steps between lines of metrics.jsonl and the console"] = 10
     save_interval: Annotated[int, "steps between checkpoints; there is always one at the end"] = 1_000
     keep_checkpoints: Annotated[int, "newest checkpoints that are kept"] = 2
@@ -81,6 +85,8 @@ class Config(GPTConfig):
         super().__post_init__()
         for key in ("out_dir", "dataset", "init_from"):  # shells leave the ~ of --key=~/folder alone
             setattr(self, key, os.path.expanduser(getattr(self, key)))
+        if self.eval_tasks_data is not None:
+            self.eval_tasks_data = os.path.expanduser(self.eval_tasks_data)
         if self.min_lr is None:
             self.min_lr = self.learning_rate / 10
         if self.lr_decay_iters is None:
@@ -90,8 +96,8 @@ class Config(GPTConfig):
             if not condition:
                 raise ValueError(f"{key} must be {wanted}, found {getattr(self, key)!r}")
 
-        for key in ("global_batch_size", "micro_batch_size", "max_bad_steps", "eval_interval", "log_interval", "save_interval",
-                    "keep_checkpoints", "dist_timeout"):
+        for key in ("global_batch_size", "micro_batch_size", "max_bad_steps", "eval_interval", "eval_tasks_limit",
+                    "log_interval", "save_interval", "keep_checkpoints", "dist_timeout"):
             require(getattr(self, key) >= 1, key, "at least 1")
         for key in ("max_iters", "warmup_iters", "lr_decay_iters", "weight_decay", "grad_clip", "milestone_interval", "seed"):
             require(0 <= getattr(self, key) < math.inf, key, "finite and not negative")

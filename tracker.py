@@ -241,8 +241,8 @@ def _append(file: TextIO, line: str) -> None:
 
 
 def cut_back(path: Path, step: int, evaluated: bool) -> None:
-    """Removes from a metrics file what comes after `step`, its val line where that evaluation is still to come, and a line
-    that a crash left unfinished. The rest is untouched; the file is replaced whole or not at all."""
+    """Removes from a metrics file what comes after `step`, what that step's evaluation left where it is still to come, and a
+    line that a crash left unfinished. The rest is untouched; the file is replaced whole or not at all."""
     if not path.exists():
         return
     text = path.read_text(encoding="utf-8", errors="replace")
@@ -250,7 +250,7 @@ def cut_back(path: Path, step: int, evaluated: bool) -> None:
     for line in text.splitlines(keepends=True):
         try:
             record = json.loads(line)
-            late = record["step"] > step or (record["step"] == step and record["split"] == "val" and not evaluated)
+            late = record["step"] > step or (record["step"] == step and record["split"] != "train" and not evaluated)
         except (ValueError, KeyError, TypeError):
             continue
         if not late and line.endswith("\n"):

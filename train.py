@@ -25,7 +25,9 @@ from command_line import InputError, StopRequest
 from configurator import Config, as_dict, load
 from data.loader import Loader, validation_batches
 from data.shards import Dataset, open_dataset
+from data.tokenizer import get_tokenizer
 from distributed import Ranks
+from eval.local_data import TASKS
 from model import GPT
 from tracker import Clock, Silent, Tracker, device_name, environment, peak_flops, peak_memory_gb
 
@@ -83,6 +85,7 @@ class Run:
         self.bad_step = ""  # what is to be said of the last one
         self.stopping = False  # whether any rank was asked to stop; the same on all
         self.wandb_id: str | None = None
+        self.tasks: dict[str, Any] = {}  # eval_tasks, the harness's
         self.tracker = Silent()
 
     # --- from start to end -------------------------------------------------------------------------------------------------
@@ -98,6 +101,7 @@ class Run:
         if state is not None and self._is_finished(state):
             self._print(f"{config.out_dir}: finished at step {state['step']} of max_iters={config.max_iters}; nothing to do")
             return 0
+        self._load_tasks()
         if not self.ranks.stop_requested():
             self._build(state)
         if self.ranks.stop_requested():
@@ -106,8 +110,9 @@ class Run:
         if config.eval_only:
             loss = self.evaluate()
             tokens = self.eval_windows * config.block_size
-            self._print("stopped before the evaluation was done" if loss is None else
-                        f"step {self.step}: validation loss {loss:.4f} nats over {tokens:,} tokens")
+            scores = None if loss is None else self.evaluate_tasks()
+            self._print("stopped before the evaluation was done" if scores is None else
+                        f"step {self.step}: validation loss {loss:.4f} nats over {tokens:,} tokens" + describe_scores(scores))
             return 0
         self._open_out_dir()
         failed = True
@@ -135,7 +140,7 @@ class Run:
                 due = self.step % config.eval_interval == 0 or at_end
                 if due and self.evaluated_step != self.step:
                     with clock.paused():
-                        self._report_evaluation(self.evaluate())
+                        self._evaluate_and_report()
                 if at_end or self.stopping or (self.step % config.save_interval == 0 and self.step > 0):
                     with clock.paused():
                         self.save()
@@ -176,6 +181,25 @@ class Run:
             fault = error
         self.ranks.agree(fault)
         return data
+
+    def _load_tasks(self) -> None:
+        """The tasks that eval_tasks names, with their tokenizer, on every rank."""
+        config, fault = self.config, None
+        if config.eval_tasks is None:
+            return
+        try:
+            from eval.harness import load_tasks
+
+            # Data without a meta.json is that of llm.c, modded-nanogpt or NanoGPT, whose tokens are GPT-2's.
+            self.tokenizer = get_tokenizer(self.data.tokenizer or "gpt2")
+            if self.tokenizer.vocab_size > config.vocab_size:
+                raise InputError(f"eval_tasks: tokenizer {self.tokenizer.name}, taken for dataset {config.dataset}, which names "
+                                 f"none, has more ids than vocab_size={config.vocab_size}")
+            folder = Path(config.eval_tasks_data) if config.eval_tasks_data is not None else None
+            self.tasks = load_tasks(config.eval_tasks.split(","), folder, config.eval_tasks_limit)
+        except Exception as error:
+            fault = error
+        self.ranks.agree(fault)
 
     def _find_state(self) -> dict[str, Any] | None:
         """The checkpoint that init_from asks for, None for a run from scratch. Refuses what would harm an earlier run."""
@@ -231,7 +255,8 @@ class Run:
             except (KeyError, TypeError, ValueError, RuntimeError) as error:
                 reason = " ".join(str(error).split())
                 raise InputError(f"the checkpoint of step {state['step']} does not fit this model: {reason}") from None
-        if config.compile or (config.compile is None and device.type == "cuda"):
+        self.compiled = config.compile or (config.compile is None and device.type == "cuda")
+        if self.compiled:
             self.model.compile_parts()
         self.parallel = self.ranks.wrap(self.model)
         self.parameters = list(self.model.parameters())
@@ -338,6 +363,28 @@ class Run:
         totals, counts = zip(*self.ranks.gather([total, count]), strict=True)
         return math.fsum(totals) / sum(counts)
 
+    def evaluate_tasks(self) -> dict[str, dict[str, Any]] | None:
+        """eval_tasks' results by task, the same on all ranks; None if a stop request came first."""
+        if not self.tasks:
+            return {}
+        from eval.harness import HarnessModel, Stopped, score
+
+        batch_tokens = self.config.micro_batch_size * self.config.block_size  # for which training has the memory
+        lm = HarnessModel(self.model, self.tokenizer, self.ranks, self.autocast, batch_tokens, self.ranks.stop_requested)
+        # Every batch has a shape of its own, and each would be compiled anew.
+        with torch.compiler.set_stance("force_eager") if self.compiled else nullcontext():
+            try:
+                return {name: score(lm, task) for name, task in self.tasks.items()}
+            except Stopped:
+                self.stopping = True
+                return None
+
+    def _evaluate_and_report(self) -> None:
+        loss = self.evaluate()
+        scores = None if loss is None else self.evaluate_tasks()
+        if loss is not None and scores is not None:
+            self._report_evaluation(loss, scores)
+
     def _validation_batches(self, data: Dataset):
         config = self.config
         return validation_batches(
@@ -417,15 +464,17 @@ class Run:
         self.tracker.say(f"step {self.step}: loss {loss}, lr {metrics['lr']:.2e}, norm {norm}, {seconds * 1e3:.0f} ms, "
                          f"{tokens_per_s:,.0f} tokens/s, MFU {shown}, {left} left", often=True)
 
-    def _report_evaluation(self, loss: float | None) -> None:
-        if loss is None:
-            return
+    def _report_evaluation(self, loss: float, scores: dict[str, dict[str, Any]]) -> None:
         self.evaluated_step = self.step
         self.saved_step = -1  # a checkpoint of this step, if there is one, does not know of it
         if math.isfinite(loss) and (self.best_val_loss is None or loss < self.best_val_loss):
             self.best_val_loss = loss
-        self.tracker.log({"step": self.step, "tokens": self.step * self.tokens_per_step, "split": "val", "loss": loss})
-        self.tracker.say(f"step {self.step}: validation loss {loss:.4f}")
+        done = {"step": self.step, "tokens": self.step * self.tokens_per_step}
+        self.tracker.log({**done, "split": "val", "loss": loss})
+        for name, result in scores.items():
+            numbers = {key: value for key, value in result.items() if key not in ("items", "version")}
+            self.tracker.log({**done, "split": f"eval/{name}", **numbers})
+        self.tracker.say(f"step {self.step}: validation loss {loss:.4f}" + describe_scores(scores))
 
     def _settings_table(self) -> str:
         config, ranks = self.config, self.ranks
@@ -441,6 +490,8 @@ class Run:
             "run": f"steps {self.step:,} to {config.max_iters:,}, {config.max_iters * self.tokens_per_step:,} tokens "
                    f"({config.max_iters * self.tokens_per_step / self.data.train.n_tokens:.2f} epochs)",
             "evaluation": f"every {config.eval_interval:,} steps on {self.eval_windows * config.block_size:,} tokens",
+            "tasks": f"{config.eval_tasks}, the first {config.eval_tasks_limit:,} items of each, tokenizer {self.tokenizer.name}"
+                     if self.tasks else "none",
             "device": f"{device_name(self.device)}, {config.dtype} dtype, compile {config.compile}",
             "memory": f"{16 * total / 1e9:.2f} GB for weights, gradients and AdamW on each rank, plus activations",
             "out_dir": config.out_dir,
@@ -470,6 +521,11 @@ class Run:
             advice += "; --activation_checkpointing=True saves more"
         found = f"out of memory at step {self.step} with micro_batch_size={config.micro_batch_size}"
         return f"rank {self.ranks.rank}: {found}: {advice}"
+
+
+def describe_scores(scores: dict[str, dict[str, Any]]) -> str:
+    """", hellaswag acc_norm 0.312" and so on, the metrics being the paper's."""
+    return "".join(f", {name} {TASKS[name].metric} {result[TASKS[name].metric]:.3f}" for name, result in scores.items())
 
 
 def learning_rate(step: int, config: Config) -> float:

@@ -31,7 +31,8 @@ FINAL_SHARE = 0.05  # of the logged steps, over whose losses the final training 
 NEUTRAL = {
     "out_dir", "seed", "init_from", "eval_only", "device", "compile", "backend", "dist_timeout", "micro_batch_size",
     "activation_checkpointing", "wandb_log", "wandb_project", "wandb_run_name", "wandb_group", "log_interval", "save_interval",
-    "eval_interval", "keep_checkpoints", "milestone_interval", "max_bad_steps",
+    "eval_interval", "keep_checkpoints", "milestone_interval", "max_bad_steps", "eval_tasks", "eval_tasks_limit",
+    "eval_tasks_data",
 }
 # Of those that do not, the ones that say what an architecture was given to learn from, and how.
 RECIPE = {
