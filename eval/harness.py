@@ -13,7 +13,7 @@ import io
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, chdir, nullcontext, redirect_stderr
+from contextlib import AbstractContextManager, chdir, contextmanager, nullcontext, redirect_stderr
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -193,18 +193,39 @@ def load_tasks(names: Sequence[str], task_data: Path | None = None, limit: int |
                 raise InputError(f"task {name}: there is no folder {folder}; {advice}")
     tasks = {}
     for name in names:
+        folder = task_data / TASKS[name].path if task_data else None
         try:
-            # The harness's bars and warnings about its own task files are no use to anyone here.
-            with redirect_stderr(io.StringIO()), chdir(task_data or Path()):  # a data set's name is a path first, then the hub's
+            # A data set's name is a path first, then the hub's. The harness's bars and warnings about its own files are no use.
+            with _cache_of(folder), redirect_stderr(io.StringIO()), chdir(task_data or Path()):
                 task = _task_manager().load([name])["tasks"][name]
                 task.set_config(key="num_fewshot", value=0)
                 task.build_all_requests(limit=limit)
         except Exception as error:  # datasets raises many kinds, by what is missing
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            place = task_data / TASKS[name].path if task_data else f"{TASKS[name].path} on the hub, nor from its cache"
+            place = folder or f"{TASKS[name].path} on the hub, nor from its cache"
             raise InputError(f"task {name}: no data from {place} ({reason}); {advice}") from error
         tasks[name] = task
     return tasks
+
+
+@contextmanager
+def _cache_of(folder: Path | None) -> Iterator[None]:
+    """A cache of its own for this content of a local folder: datasets itself goes by the README alone, and would give the rows
+    that another folder of that name, or this one before a change, has had."""
+    if folder is None:
+        yield
+        return
+    import datasets
+
+    digest = hashlib.sha256()
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        digest.update(f"{file.relative_to(folder)}\0{file.stat().st_size}\0".encode() + file.read_bytes())
+    usual = datasets.config.HF_DATASETS_CACHE
+    datasets.config.HF_DATASETS_CACHE = Path(usual) / f"task_data_{digest.hexdigest()[:16]}"
+    try:
+        yield
+    finally:
+        datasets.config.HF_DATASETS_CACHE = usual
 
 
 @cache

