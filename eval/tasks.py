@@ -186,7 +186,7 @@ def report(results: list[dict[str, Any]]) -> str:
 
 def label(result: dict[str, Any]) -> str:
     n = result["n_params"]
-    size = next(f"{n / unit:.3g}{name}" for unit, name in ((1e9, "B"), (1e6, "M"), (1, "")) if n >= unit)
+    size = next(f"{n / unit:.3g}{name}" for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "K"), (1, "")) if n >= unit)
     return f"{result['config']['attention']}, {size}, {result['checkpoint']}, step {result['step']:,}"
 
 
