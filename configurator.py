@@ -14,6 +14,7 @@ import os
 import re
 import stat
 import types
+from collections.abc import Iterator
 from dataclasses import Field, asdict, dataclass, fields
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -270,6 +271,11 @@ def _typed(value: Any, field: Field, where: str) -> Any:
     return value
 
 
+def typed_setting(key: str, value: Any, where: str) -> Any:
+    """`value` as the setting `key` takes it. Raises InputError for an unknown key and for another type."""
+    return _typed(value, _field(key, where), f"{key} ({where})")
+
+
 def _field(key: str, where: str) -> Field:
     known = {f.name: f for f in fields(Config)}
     if key in known:
@@ -316,6 +322,15 @@ _MAX_NUMBER = 2**63
 
 def _read_file(path: str, values: dict[str, Any]) -> dict[str, Any]:
     """The settings that a config file assigns; `values` are those in force before it."""
+    assigned: dict[str, Any] = {}
+    for key, node, where in assignments(path):
+        _field(key, where)
+        assigned[key] = typed_setting(key, evaluate(node, values | assigned, where), where)
+    return assigned
+
+
+def assignments(path: str) -> Iterator[tuple[str, ast.expr, str]]:
+    """(key, value, "path line N") of each line of a file that is data in Python's syntax; nothing in it is run. InputError."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe or a device may have no end, or no beginning
             raise OSError("not a regular file")
@@ -334,22 +349,23 @@ def _read_file(path: str, values: dict[str, Any]) -> dict[str, Any]:
     except (SyntaxError, ValueError) as error:
         line = f" line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         raise InputError(f"config file {path}{line} is not a list of `key = value` lines: {error}") from None
-    assigned: dict[str, Any] = {}
     for i, node in enumerate(tree.body):
         where = f"{path} line {node.lineno}"
         if i == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             continue  # a docstring
         if not (isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)):
             raise InputError(f"{where}: only `key = value` lines are allowed in a config file")
-        field = _field(node.targets[0].id, where)
-        try:
-            value = _value(node.value, values | assigned, where)
-        except RecursionError:
-            raise InputError(f"{where}: the expression is nested too deeply") from None
-        except ValueError:  # int to text has a limit of its own
-            raise InputError(f"{where}: a number in the expression has too many digits") from None
-        assigned[field.name] = _typed(value, field, f"{field.name} ({where})")
-    return assigned
+        yield node.targets[0].id, node.value, where
+
+
+def evaluate(node: ast.expr, names: dict[str, Any], where: str) -> Any:
+    """A literal, arithmetic on numbers, or one of `names`. Anything else is an InputError."""
+    try:
+        return _value(node, names, where)
+    except RecursionError:
+        raise InputError(f"{where}: the expression is nested too deeply") from None
+    except ValueError:  # int to text has a limit of its own
+        raise InputError(f"{where}: a number in the expression has too many digits") from None
 
 
 def _value(node: ast.expr, names: dict[str, Any], where: str) -> Any:
@@ -359,7 +375,9 @@ def _value(node: ast.expr, names: dict[str, Any], where: str) -> Any:
         case ast.Constant(value=bool() | int() | float() | str() | None as value):
             return value
         case ast.Name(id=name):
-            _field(name, where)
+            if name not in names:
+                _field(name, where)
+                raise InputError(f"{where}: {name} is not set in the lines before")
             return names[name]
         case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
             return _arithmetic(op, where, _value(operand, names, where))

@@ -10,14 +10,13 @@ Writes comparison.png and comparison.md and prints the latter. Flags:
     --smooth=X           training loss is drawn as a centred moving average over this share of a run (default 0.02; 0: as it is)
 """
 
-import json
 import math
 import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import mean, stdev
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,16 +24,10 @@ import numpy as np
 
 from command_line import ArgumentParser, InputError
 from presets import PLAIN, preset_switches
+from scripts.runs import NEUTRAL, Run, read_run
 
 FINAL_SHARE = 0.05  # of the logged steps, over whose losses the final training loss is the mean
-# Settings that leave the training curve as it is.
-NEUTRAL = {
-    "out_dir", "seed", "init_from", "eval_only", "device", "compile", "backend", "dist_timeout", "micro_batch_size",
-    "activation_checkpointing", "wandb_log", "wandb_project", "wandb_run_name", "wandb_group", "log_interval", "save_interval",
-    "eval_interval", "keep_checkpoints", "milestone_interval", "max_bad_steps", "eval_tasks", "eval_tasks_limit",
-    "eval_tasks_data",
-}
-# Of those that do not, the ones that say what an architecture was given to learn from, and how.
+# Settings, not NEUTRAL ones, that say what an architecture was given to learn from, and how.
 RECIPE = {
     "dataset", "sampling", "block_size", "global_batch_size", "learning_rate", "min_lr", "max_iters", "warmup_iters",
     "lr_decay_iters", "weight_decay", "beta1", "beta2", "grad_clip", "dropout", "dtype", "eval_tokens", "vocab_size",
@@ -50,100 +43,10 @@ DERIVED: dict[str, Callable[[dict[str, Any]], Any]] = {
 BASELINE_COLOUR = "#000000"
 COLOURS = ["#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]  # Okabe and Ito: safe for colour-blind readers
 DASHES = ["-", "--", ":"]  # from the seventh variant on
-
-
-# --- reading ----------------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Run:
-    """One run folder. `train` and `val` map tokens to loss in nats, in order; `info` is config.json."""
-
-    folder: Path
-    info: dict[str, Any]
-    train: dict[int, float]
-    val: dict[int, float]
-    steps: dict[int, int]  # tokens to steps
-    step_ms: float | None
-    tokens_per_s: float | None
-    peak_memory_gb: float | None
-
-    @property
-    def config(self) -> dict[str, Any]:
-        return self.info["config"]
-
-    @property
-    def seed(self) -> int:
-        return self.config["seed"]
-
-    def setting(self, key: str) -> Any:
-        """A setting as far as it matters for the curve: of the data set its content, where that is known."""
-        if key == "dataset":
-            return (self.info.get("data") or {}).get("fingerprint") or self.config.get(key)
-        return self.config.get(key)
-
-
-def read_run(folder: Path) -> Run:
-    """The run in `folder`. Raises InputError, naming the file, for anything that is not one."""
-    if not folder.is_dir():
-        raise InputError(f"{folder} is not a run folder" if folder.exists() else f"run folder {folder} does not exist")
-    path = folder / "config.json"
-    try:
-        info = json.loads(_read(path))
-    except ValueError as error:
-        raise InputError(f"{path} is not JSON: {error}") from None
-    config = info.get("config") if isinstance(info, dict) else None
-    if not isinstance(config, dict):
-        raise InputError(f'{path}: wanted an object with an object "config", as train.py writes it')
-    if missing := sorted({"attention", "seed", "max_iters", "dataset"} - config.keys()):
-        raise InputError(f'{path}: "config" lacks {", ".join(missing)}')
-
-    records = _records(folder / "metrics.jsonl")
-    by_split: dict[str, dict[int, float]] = {"train": {}, "val": {}}
-    steps: dict[int, int] = {}
-    for record in records:
-        loss = record["loss"]
-        if loss is not None and math.isfinite(loss):  # a skipped step has none
-            by_split[record["split"]][record["tokens"]] = loss
-            steps[record["tokens"]] = record["step"]
-    for split, found in by_split.items():
-        if not found:
-            raise InputError(f"{folder / 'metrics.jsonl'} has no {split} loss yet; a run to compare has train and val lines")
-    trained = [record for record in records if record["split"] == "train"]
-
-    def numbers(key: str) -> list[float]:
-        return [r[key] for r in trained if isinstance(r.get(key), int | float)]
-
-    return Run(
-        folder, info, dict(sorted(by_split["train"].items())), dict(sorted(by_split["val"].items())), steps,
-        *(pick(numbers(key)) if numbers(key) else None
-          for key, pick in (("step_ms", median), ("tokens_per_s", median), ("peak_memory_gb", max))),
-    )
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from None
-
-
-def _records(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file, without a last one that a crash cut off."""
-    lines = _read(path).split("\n")  # what follows the last line end is empty, or was cut off
-    records = []
-    for number, line in enumerate(lines[:-1], 1):
-        try:
-            record = json.loads(line)
-            whole = all(type(record[key]) is int for key in ("step", "tokens")) and isinstance(record["split"], str)
-            whole = whole and (record["loss"] is None or isinstance(record["loss"], int | float))
-        except (ValueError, KeyError, TypeError):
-            whole = False
-        if not whole:
-            raise InputError(f"{path} line {number}: wanted an object with step, tokens, split and loss, found {line[:80]!r}")
-        if record["split"] in ("train", "val"):
-            records.append(record)
-    return records
+STYLE = {
+    "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#E6E6E6",
+    "grid.linewidth": 0.6, "axes.axisbelow": True, "legend.frameon": False, "axes.titlesize": 10,
+}
 
 
 # --- variants ---------------------------------------------------------------------------------------------------------------
@@ -288,8 +191,13 @@ def table(variants: list[Variant], end: int) -> str:
             _format(_mean(run.tokens_per_s for run in variant.runs), ",.0f"),
             _format(_mean(run.peak_memory_gb for run in variant.runs), ".2f"),
         ])
+    return markdown(rows)
+
+
+def markdown(rows: list[list[str]]) -> str:
+    """A Markdown table; the first row is its head."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rows.insert(1, ["-" * width for width in widths])
+    rows = [rows[0], ["-" * width for width in widths], *rows[1:]]
     return "\n".join("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows)
 
 
@@ -370,8 +278,8 @@ def difference_curve(variant: Variant, baseline: Variant, split: str, end: int) 
     return Curve(both.tokens, a - b if seeds else a.mean(0, keepdims=True) - b.mean(0, keepdims=True))
 
 
-def draw(variants: list[Variant], end: int, x_axis: str, share: float, path: Path) -> None:
-    """comparison.png: train and val loss, and below them, where there is more than one variant, the difference."""
+def pyplot() -> Any:
+    """matplotlib.pyplot, drawing into files. Raises InputError where it is not installed."""
     try:
         import matplotlib
     except ImportError:
@@ -380,17 +288,37 @@ def draw(variants: list[Variant], end: int, x_axis: str, share: float, path: Pat
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    return plt
+
+
+def save_picture(figure: Any, path: Path) -> None:
+    """Writes a figure as PNG, whole or not at all, and closes it."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    figure.savefig(temporary, dpi=200, format="png")
+    pyplot().close(figure)
+    os.replace(temporary, path)
+
+
+def save_text(text: str, path: Path) -> None:
+    """Writes a text, whole or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def draw(variants: list[Variant], end: int, x_axis: str, share: float, path: Path) -> None:
+    """comparison.png: train and val loss, and below them, where there is more than one variant, the difference."""
+    plt = pyplot()
     rows = 2 if len(variants) > 1 else 1
-    style = {
-        "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#E6E6E6",
-        "grid.linewidth": 0.6, "axes.axisbelow": True, "legend.frameon": False, "axes.titlesize": 10,
-    }
     height = 3.4 + 2 * (rows - 1) + 0.2 * math.ceil(len(variants) / 2)  # the last for the legend
     unit, name = 1.0, "optimizer steps"
     if x_axis == "tokens":
         unit, word = next(((u, w) for u, w in ((1e9, "billions"), (1e6, "millions")) if end >= u), (1e3, "thousands"))
         name = f"training tokens ({word})"
-    with plt.rc_context(style):
+    with plt.rc_context(STYLE):
         figure, axes = plt.subplots(rows, 2, figsize=(9, height), sharex=True, squeeze=False, layout="constrained",
                                     height_ratios=[2, 1][:rows])
         axes[0, 1].sharey(axes[0, 0])
@@ -423,10 +351,7 @@ def draw(variants: list[Variant], end: int, x_axis: str, share: float, path: Pat
         labels[0] += ", baseline" if rows == 2 else ""
         figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 2))
         figure.suptitle(title(variants), fontsize=11)
-        temporary = path.with_name(f".{path.name}.tmp")
-        figure.savefig(temporary, dpi=200, format="png")
-        plt.close(figure)
-    os.replace(temporary, path)
+        save_picture(figure, path)
 
 
 def _look(i: int) -> dict[str, Any]:
@@ -490,12 +415,7 @@ def compare(folders: list[Path], out: Path | None, x_axis: str, share: float) ->
         raise InputError(f"--out: {out} cannot be made: {error.strerror}") from None
     text = report(variants, end)
     draw(variants, end, x_axis, share, out / "comparison.png")
-    temporary = out / ".comparison.md.tmp"
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, out / "comparison.md")
+    save_text(text, out / "comparison.md")
     return f"{text}\nwritten: {out / 'comparison.md'}, {out / 'comparison.png'}"
 
 

@@ -164,36 +164,26 @@ def largest_that_fits(config: Config, n_gpus: int, room: float) -> int | None:
     return sizes[low - 1] if low else None
 
 
-def make_plan(config: Config, gpu: str, n_gpus: int, mfu: float) -> dict[str, Any]:
-    """Every number of the plan by name: bytes, FLOPs, tokens, hours. Raises InputError where the batch does not divide."""
+def cost(config: Config, gpu: str, n_gpus: int, mfu: float) -> dict[str, Any]:
+    """What a run takes but for memory, by name: FLOPs, tokens, hours, bytes on disk. Raises InputError where the batch does not
+    divide."""
     micro_steps = config.accumulation(n_gpus)
     model = _on_meta(config)
     total = sum(p.numel() for p in model.parameters())
     tokens_per_step = config.global_batch_size * config.block_size
     tokens = tokens_per_step * config.max_iters
-    peak, memory_gb = GPUS[gpu]
-    memory = rehearse(config, config.micro_batch_size)
-    room = memory_gb * 1e9 - ALLOWANCE
-    fits = memory.total <= room
+    peak, _ = GPUS[gpu]
     train_flops = model.flops_per_token() * tokens
     evaluations = 1 + -(-config.max_iters // config.eval_interval)  # at the start, every eval_interval steps, at the end
     eval_flops = model.flops_per_token() / 3 * config.eval_tokens * evaluations  # forward alone: a third
     flops_per_s = n_gpus * peak * mfu
     checkpoint_bytes = 3 * FP32 * total  # weights and AdamW's two moments
     milestones = config.max_iters // config.milestone_interval if config.milestone_interval else 0
-    with_checkpointing = replace(config, activation_checkpointing=True)
-    advise = not fits and not config.activation_checkpointing
     return {
-        "gpu": gpu, "gpu_peak_flops": peak, "gpu_memory_bytes": memory_gb * 1e9, "n_gpus": n_gpus, "mfu": mfu,
+        "gpu": gpu, "gpu_peak_flops": peak, "n_gpus": n_gpus, "mfu": mfu,
         "n_params": model.num_params(), "n_params_embedding": total - model.num_params(), "n_params_total": total,
         "flops_per_token": model.flops_per_token(),
         "tokens_per_step": tokens_per_step, "steps": config.max_iters, "tokens": tokens, "micro_steps": micro_steps,
-        "memory_bytes": asdict(memory), "memory_total_bytes": memory.total, "allowance_bytes": ALLOWANCE, "fits": fits,
-        "micro_batch_size_that_fits": None if fits else largest_that_fits(config, n_gpus, room),
-        "micro_batch_size_with_checkpointing": (
-            largest_that_fits(replace(with_checkpointing, micro_batch_size=config.micro_batch_size + 1), n_gpus, room)
-            if advise else None
-        ),
         "tokens_per_s": flops_per_s / model.flops_per_token(),
         "step_s": model.flops_per_token() * tokens_per_step / flops_per_s,
         "hours": train_flops / flops_per_s / 3600, "gpu_hours": train_flops / (peak * mfu) / 3600,
@@ -202,8 +192,40 @@ def make_plan(config: Config, gpu: str, n_gpus: int, mfu: float) -> dict[str, An
         # One more than are kept while the next is being written.
         "run_folder_bytes": checkpoint_bytes * (config.keep_checkpoints + milestones + 1),
         "data_bytes": 2 * tokens,
+    }
+
+
+def make_plan(config: Config, gpu: str, n_gpus: int, mfu: float) -> dict[str, Any]:
+    """Every number of the plan by name: cost() and the bytes of a GPU's memory. Raises InputError as cost() does."""
+    costs = cost(config, gpu, n_gpus, mfu)
+    memory_gb = GPUS[gpu][1]
+    memory = rehearse(config, config.micro_batch_size)
+    room = memory_gb * 1e9 - ALLOWANCE
+    fits = memory.total <= room
+    with_checkpointing = replace(config, activation_checkpointing=True)
+    advise = not fits and not config.activation_checkpointing
+    return costs | {
+        "gpu_memory_bytes": memory_gb * 1e9,
+        "memory_bytes": asdict(memory), "memory_total_bytes": memory.total, "allowance_bytes": ALLOWANCE, "fits": fits,
+        "micro_batch_size_that_fits": None if fits else largest_that_fits(config, n_gpus, room),
+        "micro_batch_size_with_checkpointing": (
+            largest_that_fits(replace(with_checkpointing, micro_batch_size=config.micro_batch_size + 1), n_gpus, room)
+            if advise else None
+        ),
         "config": as_dict(config),
     }
+
+
+def check_machine(gpu: str, n_gpus: int, mfu: float) -> str:
+    """The GPU's name as GPUS has it. Raises InputError for a machine that cannot be."""
+    name = next((name for name in GPUS if name.lower() == gpu.lower()), None)
+    if name is None:
+        raise InputError(f"--gpu: wanted one of {', '.join(GPUS)}, found {gpu!r}")
+    if n_gpus < 1:
+        raise InputError(f"--n_gpus: wanted at least 1, found {n_gpus}")
+    if not 0 < mfu <= 1:
+        raise InputError(f"--mfu: wanted a share above 0 and at most 1, found {mfu}")
+    return name
 
 
 def measure(config: Config) -> dict[str, Any]:
@@ -356,13 +378,7 @@ def main(argv: list[str]) -> int:
     try:
         own, rest = parser.parse_known_args(argv)
         config = load(rest)
-        gpu = next((name for name in GPUS if name.lower() == own.gpu.lower()), None)
-        if gpu is None:
-            raise InputError(f"--gpu: wanted one of {', '.join(GPUS)}, found {own.gpu!r}")
-        if own.n_gpus < 1:
-            raise InputError(f"--n_gpus: wanted at least 1, found {own.n_gpus}")
-        if not 0 < own.mfu <= 1:
-            raise InputError(f"--mfu: wanted a share above 0 and at most 1, found {own.mfu}")
+        gpu = check_machine(own.gpu, own.n_gpus, own.mfu)
         if own.json and not own.json.parent.is_dir():
             raise InputError(f"--json: no folder {own.json.parent}")
         plan = make_plan(config, gpu, own.n_gpus, own.mfu)

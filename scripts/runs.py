@@ -1,0 +1,159 @@
+"""A run's folder, as train.py leaves it: its losses, and how far it is with what was asked for. Loads no torch."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from command_line import InputError
+
+# Settings that leave the training curve as it is.
+NEUTRAL = {
+    "out_dir", "seed", "init_from", "eval_only", "device", "compile", "backend", "dist_timeout", "micro_batch_size",
+    "activation_checkpointing", "wandb_log", "wandb_project", "wandb_run_name", "wandb_group", "log_interval", "save_interval",
+    "eval_interval", "keep_checkpoints", "milestone_interval", "max_bad_steps", "eval_tasks", "eval_tasks_limit",
+    "eval_tasks_data",
+}
+
+
+@dataclass
+class Run:
+    """One run folder. `train` and `val` map tokens to loss in nats, in order; `info` is config.json."""
+
+    folder: Path
+    info: dict[str, Any]
+    train: dict[int, float]
+    val: dict[int, float]
+    steps: dict[int, int]  # tokens to steps
+    step_ms: float | None
+    tokens_per_s: float | None
+    peak_memory_gb: float | None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self.info["config"]
+
+    @property
+    def seed(self) -> int:
+        return self.config["seed"]
+
+    def setting(self, key: str) -> Any:
+        """A setting as far as it matters for the curve: of the data set its content, where that is known."""
+        if key == "dataset":
+            return (self.info.get("data") or {}).get("fingerprint") or self.config.get(key)
+        return self.config.get(key)
+
+
+def read_run(folder: Path) -> Run:
+    """The run in `folder`. Raises InputError, naming the file, for anything that is not one."""
+    if not folder.is_dir():
+        raise InputError(f"{folder} is not a run folder" if folder.exists() else f"run folder {folder} does not exist")
+    info = read_info(folder)
+    records = read_records(folder / "metrics.jsonl")
+    by_split: dict[str, dict[int, float]] = {"train": {}, "val": {}}
+    steps: dict[int, int] = {}
+    for record in records:
+        loss = record["loss"]
+        if loss is not None and math.isfinite(loss):  # a skipped step has none
+            by_split[record["split"]][record["tokens"]] = loss
+            steps[record["tokens"]] = record["step"]
+    for split, found in by_split.items():
+        if not found:
+            raise InputError(f"{folder / 'metrics.jsonl'} has no {split} loss yet; a run to compare has train and val lines")
+    trained = [record for record in records if record["split"] == "train"]
+
+    def numbers(key: str) -> list[float]:
+        return [r[key] for r in trained if isinstance(r.get(key), int | float)]
+
+    return Run(
+        folder, info, dict(sorted(by_split["train"].items())), dict(sorted(by_split["val"].items())), steps,
+        *(pick(numbers(key)) if numbers(key) else None
+          for key, pick in (("step_ms", median), ("tokens_per_s", median), ("peak_memory_gb", max))),
+    )
+
+
+def read_info(folder: Path) -> dict[str, Any]:
+    """A run's config.json. Raises InputError."""
+    path = folder / "config.json"
+    try:
+        info = json.loads(_read(path))
+    except ValueError as error:
+        raise InputError(f"{path} is not JSON: {error}") from None
+    config = info.get("config") if isinstance(info, dict) else None
+    if not isinstance(config, dict):
+        raise InputError(f'{path}: wanted an object with an object "config", as train.py writes it')
+    if missing := sorted({"attention", "seed", "max_iters", "dataset"} - config.keys()):
+        raise InputError(f'{path}: "config" lacks {", ".join(missing)}')
+    return info
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file, without a last one that a crash cut off."""
+    lines = _read(path).split("\n")  # what follows the last line end is empty, or was cut off
+    records = []
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            record = json.loads(line)
+            whole = all(type(record[key]) is int for key in ("step", "tokens")) and isinstance(record["split"], str)
+            whole = whole and (record["loss"] is None or isinstance(record["loss"], int | float))
+        except (ValueError, KeyError, TypeError):
+            whole = False
+        if not whole:
+            raise InputError(f"{path} line {number}: wanted an object with step, tokens, split and loss, found {line[:80]!r}")
+        if record["split"] in ("train", "val"):
+            records.append(record)
+    return records
+
+
+
+
+# --- how far a run is -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class State:
+    """How far a run is: `kind` "finished", "unfinished", "missing", or "wrong" where the folder holds another run than the one
+    that was wanted, or a broken one; `text` says more."""
+
+    kind: str
+    text: str
+
+
+def state_of(folder: Path, wanted: dict[str, Any], explicit: set[str]) -> State:
+    """How far the run in `folder` is with the settings `wanted`. A setting that its code did not know yet counts where it is
+    one of the `explicit` ones, which the run is about."""
+    if not (folder / "config.json").exists():
+        return State("missing", "not started")
+    try:
+        found = read_info(folder)["config"]
+        records = read_records(folder / "metrics.jsonl")
+    except InputError as error:
+        return State("wrong", str(error))
+    for key, value in wanted.items():
+        if key in NEUTRAL and key != "seed":
+            continue
+        if key not in found and key in explicit:
+            return State("wrong", f"{folder / 'config.json'} has no {key}, wanted {value!r}")
+        if found.get(key, value) != value:
+            return State("wrong", f"{folder / 'config.json'} has {key}={found[key]!r}, wanted {value!r}")
+    steps = {record["split"]: record["step"] for record in records}
+    last, planned = steps.get("train", 0), wanted["max_iters"]
+    bad = [record for record in records if record["loss"] is None or not math.isfinite(record["loss"])]
+    skipped = sum(record["split"] == "train" for record in bad)
+    note = f", {skipped} steps skipped for a loss that was no number" if skipped else ""
+    if any(record["split"] == "val" and record["step"] == steps["val"] for record in bad):
+        return State("wrong", f"the validation loss at step {steps['val']:,} is not a number{note}")
+    checkpoints = sorted(path.name for path in folder.glob("ckpt_*.pt"))
+    behind = checkpoints and checkpoints[-1] < f"ckpt_{planned:08d}.pt"  # killed before the last one; none at all: removed since
+    if steps.get("val", -1) < planned or last < planned or behind:
+        return State("unfinished", f"step {last:,} of {planned:,}{note}")
+    return State("finished", f"{planned:,} steps{note}")
