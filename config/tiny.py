@@ -14,12 +14,12 @@ block_size = 128  # a sixteenth of the paper's
 
 global_batch_size = 32  # x 128 = 4,096 tokens a step
 micro_batch_size = 32
-max_iters = 300
-warmup_iters = 30
+max_iters = 200
+warmup_iters = 20
 learning_rate = 4e-3  # ten times the paper's
 
-eval_interval = 50
-eval_tokens = 65_536
+eval_interval = 40
+eval_tokens = 32_768
 log_interval = 1
-save_interval = 300
+save_interval = 200
 keep_checkpoints = 1

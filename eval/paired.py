@@ -59,8 +59,8 @@ def newest(place: Path) -> Path:
 
 @torch.no_grad()
 def window_losses(path: Path, device: torch.device, progress: bool = False) -> list[float]:
-    """Mean loss in nats of a checkpoint on each window of its run's evaluation. Raises InputError where the checkpoint or its data
-    set is not there, or not the one it was trained on."""
+    """Mean loss in nats of a checkpoint on each window of its run's evaluation. Raises InputError where the checkpoint or its
+    data set is not there, or not the one it was trained on."""
     try:
         model = GPT.from_checkpoint(path, device)
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

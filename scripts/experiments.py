@@ -252,7 +252,7 @@ def _checked(values: Any, path: str, places: dict[str, str], nested: bool = Fals
 
 def _entry(axis: str, item: Any, where: str) -> dict[str, Any]:
     if not isinstance(item, dict):
-        return {axis: typed_setting(axis, item, where)}
+        item = {axis: item}
     entry: dict[str, Any] = {}
     for key, value in item.items():
         if key in ("name", "config"):

@@ -157,3 +157,14 @@ def state_of(folder: Path, wanted: dict[str, Any], explicit: set[str]) -> State:
     if steps.get("val", -1) < planned or last < planned or behind:
         return State("unfinished", f"step {last:,} of {planned:,}{note}")
     return State("finished", f"{planned:,} steps{note}")
+
+
+def last_step(folder: Path) -> int:
+    """The last step in a run's metrics, 0 where there is none yet. Reads the file's end alone."""
+    try:
+        with open(folder / "metrics.jsonl", "rb") as file:
+            file.seek(max(0, file.seek(0, 2) - 4096))
+            lines = file.read().split(b"\n")[:-1]
+        return int(json.loads(lines[-1])["step"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return 0

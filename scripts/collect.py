@@ -1,0 +1,267 @@
+"""Pictures and tables of experiments from the runs that there are (scripts.reproduce --collect). What is missing, unfinished or
+wrong is named, and what can be made of the rest is made."""
+
+import json
+import math
+import shlex
+import shutil
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from command_line import InputError, StopRequest
+from scripts.compare import FINAL_SHARE, markdown, save_text
+from scripts.experiments import Cell, Experiment
+from scripts.figures import Gap, Gaps, Point, baseline_of, draw_curves, draw_final, final_loss
+from scripts.launch import Wanted, execute, last_words
+from scripts.runs import Run, read_run
+
+SPLITS = ("train", "val")
+CPU_FLOPS = 1e15  # hours: an evaluation of more than that is not begun on a CPU
+AGREE = 2e-3  # nats between a checkpoint's loss on the validation windows and what its run has logged, for rounding
+
+
+@dataclass
+class Made:
+    """What was made of an experiment: the lines of its text, whether there is a picture or a table, and what failed."""
+
+    lines: list[str] = field(default_factory=list)
+    complete: bool = False
+    failures: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Collector:
+    """One experiment's cells, the state of their runs, and where things go."""
+
+    experiment: Experiment
+    cells: list[Cell]
+    wanted: dict[str, Wanted]
+    args: Namespace
+    stop: StopRequest
+
+    @property
+    def out(self) -> Path:
+        return self.args.out
+
+    @property
+    def picture(self) -> Path:
+        return self.out / f"{self.experiment.name}.png"
+
+    def points(self, kinds: tuple[str, ...] = ("finished",)) -> list[Point]:
+        """The grid's places, with those of their runs that are in one of these states."""
+        found: dict[tuple[str, ...], Point] = {}
+        for cell in self.cells:
+            point = found.setdefault(tuple(cell.labels.values()), Point(cell.labels))
+            wanted = self.wanted[cell.run.name]
+            if wanted.state.kind in kinds:
+                try:
+                    point.runs[cell.run.config.seed] = read_run(wanted.folder)
+                except InputError:  # a run that has only begun has no losses yet
+                    if wanted.state.kind == "finished":
+                        raise
+        return list(found.values())
+
+    def problems(self) -> list[str]:
+        """The runs that are not finished, by name."""
+        names = dict.fromkeys(cell.run.name for cell in self.cells)
+        states = [(name, self.wanted[name].state) for name in names]
+        return [f"**{state.kind.capitalize()}:** `{name}`, {state.text}.  " for name, state in states if state.kind != "finished"]
+
+    # --- figures 3 to 6 -----------------------------------------------------------------------------------------------------
+
+    def curves(self) -> Made:
+        points = self.points(("finished", "unfinished"))
+        if not any(point.runs for point in points):
+            return Made(["No run has losses yet."])
+        draw_curves(self.experiment, points, self.picture)
+        return self._with_table()
+
+    def final(self) -> Made:
+        points = self.points()
+        if not any(point.runs for point in points):
+            return Made(["No run is finished yet."])
+        return self._with_table()
+
+    def _with_table(self) -> Made:
+        points = self.points()
+        gaps, notes = self.gaps(points)
+        if self.experiment.figure == "final":
+            draw_final(self.experiment, points, gaps, self.picture)
+        rows = [[*self.experiment.grid, "seeds", "train loss", "train difference", "val loss", "val difference"]]
+        for i, point in enumerate(points):
+            row = [*point.labels.values(), ", ".join(map(str, point.runs)) or "missing"]
+            for split in SPLITS:
+                losses = [final_loss(run, split) for run in point.runs.values()]
+                is_baseline = baseline_of(self.experiment, points, point) is None
+                row += [f"{mean(losses):.4f}" if losses else "n/a",
+                        "baseline" if is_baseline else str(gaps[i, split]) if (i, split) in gaps else "n/a"]
+            rows.append(row)
+        lines = [
+            f"![{self.experiment.title}]({self.picture.name})", "", markdown(rows), "",
+            f"Losses in nats, means over seeds. Train: the last {FINAL_SHARE:.0%} of the logged steps; val: the last evaluation. "
+            "Differences are to the baseline at the same place, ± the standard error of their mean: over seeds, paired, or with "
+            "one seed over validation windows, paired (what other text would change, not what another seed would).",
+        ]
+        return Made([*(f"**Warning:** {note}.  " for note in notes), *([""] if notes else []), *lines], complete=True)
+
+    def gaps(self, points: list[Point]) -> tuple[Gaps, list[str]]:
+        """Differences to the baseline, by point and split, and what a reader should know of them."""
+        gaps: Gaps = {}
+        notes: list[str] = []
+        for i, point in enumerate(points):
+            base = baseline_of(self.experiment, points, point)
+            common = [seed for seed in point.runs if base is not None and seed in base.runs]
+            if base is None or not common:
+                continue
+            for split in SPLITS:
+                paired = [final_loss(point.runs[seed], split) - final_loss(base.runs[seed], split) for seed in common]
+                if len(common) > 1:
+                    error = stdev(paired) / math.sqrt(len(paired))
+                    gaps[i, split] = Gap(mean(paired), error, f"{len(paired)} seeds")
+                else:
+                    gaps[i, split] = Gap(paired[0], None, "one seed")
+            if len(common) == 1:
+                try:
+                    a, b = (self.window_losses(p.runs[common[0]], notes) for p in (base, point))
+                except InputError as error:
+                    gaps[i, "val"] = Gap(gaps[i, "val"].value, None, f"one seed; {error}")
+                    continue
+                from eval.paired import paired as over_windows
+
+                result = over_windows(a, b)
+                gaps[i, "val"] = Gap(result.difference, result.standard_error, f"{result.windows} windows")
+        return gaps, list(dict.fromkeys(notes))
+
+    def window_losses(self, run: Run, notes: list[str]) -> list[float]:
+        """A finished run's loss on each validation window, kept in out/windows/. Raises InputError where it cannot be had."""
+        from eval.paired import newest, window_losses
+        from scripts.sample import choose_device
+
+        path = newest(run.folder)
+        kept = self.out / "windows" / f"{run.folder.name}.json"
+        mark = {"checkpoint": path.name, "mtime_ns": path.stat().st_mtime_ns}
+        saved = _load_json(kept)
+        if saved.get("mark") != mark:
+            device = choose_device("auto")
+            flops = run.info.get("flops_per_token", 0) / 3 * run.config["eval_tokens"]
+            if device.type == "cpu" and flops > CPU_FLOPS:
+                raise InputError("its windows have to be evaluated on a GPU: --collect there")
+            saved = {"mark": mark, "losses": window_losses(path, device, progress=True)}
+            kept.parent.mkdir(exist_ok=True)
+            save_text(json.dumps(saved) + "\n", kept)
+        if abs(mean(saved["losses"]) - final_loss(run, "val")) > AGREE:
+            notes.append(f"{path} has a loss of {mean(saved['losses']):.4f} on the validation windows, its run logged "
+                         f"{final_loss(run, 'val'):.4f}")
+        return saved["losses"]
+
+    # --- figures 1 and 2, table 2: made by commands of their own ------------------------------------------------------------
+
+    def bias(self) -> Made:
+        folders = [str(run.folder) for point in self.points() for run in point.runs.values()]
+        if not folders:
+            return Made(["No run is finished yet."])
+        folder = self.out / self.experiment.name
+        return self._by_command([["-m", "eval.bias", *folders, f"--out={folder}"]], ["bias.json", "bias.png"], folders)
+
+    def block(self) -> Made:
+        folder = self.out / self.experiment.name
+        argv = ["-m", "scripts.bench", "block", *self.experiment.base, f"--json={folder / 'block.json'}", f"--out={folder}"]
+        return self._by_command([argv], ["block.json", "block.png"], [])
+
+    def tasks(self) -> Made:
+        """A command for each baseline with its variants, whose differences it tests item by item."""
+        folder = self.out / self.experiment.name
+        sets: dict[str, list[str]] = {}
+        for point in self.points():
+            rest = [label for axis, label in point.labels.items() if axis != self.experiment.compare]
+            for seed, run in point.runs.items():
+                sets.setdefault("-".join([*rest, str(seed)]), []).append(str(run.folder))
+        if not sets:
+            return Made(["No run is finished yet."])
+        data = [f"--task_data={self.args.task_data}"] if self.args.task_data else []
+        commands = [["-m", "eval.tasks", *folders, *data, f"--json={folder / f'{name}.json'}"] for name, folders in sets.items()]
+        return self._by_command(commands, [f"{name}.json" for name in sets], [f for folders in sets.values() for f in folders])
+
+    def _by_command(self, commands: list[list[str]], results: list[str], folders: list[str]) -> Made:
+        """Runs the commands unless they have made their results from these checkpoints before; shows what they print."""
+        folder = self.out / self.experiment.name
+        folder.mkdir(exist_ok=True)
+        commands = [[sys.executable, *argv, *self.experiment.arguments] for argv in commands]
+        times = {str(p): p.stat().st_mtime_ns for f in folders for p in sorted(Path(f).glob("ckpt_*.pt"))}
+        mark = {"commands": commands, "checkpoints": times}
+        kept = folder / "made_from.json"
+        saved = _load_json(kept)
+        if saved.get("mark") != mark or not all((folder / name).exists() for name in results):
+            texts = []
+            for argv in commands:
+                print(f"{self.experiment.name}: {shlex.join(['python', *argv[1:]])}", flush=True)
+                log = self.out / "logs" / f"{self.experiment.name}.log"
+                status = execute(argv, log, self.out, self.stop, output=folder / "output.txt")
+                if self.stop.signal:
+                    return Made(["Stopped on request before it was done."])
+                if status:
+                    reason = last_words(log)
+                    made = Made([f"**Missing:** {reason}"])
+                    if status != 2:  # 2: what it needs is not there, which is no failure of what was made
+                        made.failures.append(f"{self.experiment.name}: exit status {status}: {reason} ({log})")
+                    print(f"    {reason}", flush=True)
+                    return made
+                texts.append((folder / "output.txt").read_text(encoding="utf-8", errors="replace"))
+            saved = {"mark": mark, "texts": texts}
+            save_text(json.dumps(saved) + "\n", kept)
+        pictures = [folder / name for name in results if name.endswith(".png")]
+        lines = []
+        if pictures:
+            shutil.copyfile(pictures[0], self.picture)
+            lines += [f"![{self.experiment.title}]({self.picture.name})", ""]
+        for argv, text in zip(commands, saved["texts"], strict=True):
+            lines += [f"`{shlex.join(['python', *argv[1:]])}`", "", "```text", text.strip(), "```", ""]
+        return Made(lines, complete=True)
+
+
+def _load_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def collect(experiments: dict[str, tuple[Experiment, list[Cell]]], wanted: dict[str, Wanted], args: Namespace,
+            stop: StopRequest) -> list[str]:
+    """Writes NAME.md and NAME.png of every experiment, and results.md, their list. Returns what failed."""
+    failures: list[str] = []
+    rows = [["experiment", "runs finished", "made", "missing"]]
+    for name, (experiment, cells) in experiments.items():
+        collector = Collector(experiment, cells, wanted, args, stop)
+        make: Callable[[], Made] = getattr(collector, experiment.figure)
+        made = make()
+        failures += made.failures
+        problems = collector.problems()
+        text = [f"# {experiment.title}", "", f"`python -m scripts.reproduce {name} --scale={args.scale}`", "",
+                *problems, *([""] if problems else []), *made.lines]
+        save_text("\n".join(text).rstrip() + "\n", args.out / f"{name}.md")
+        if stop.signal:
+            return failures
+        files = [f"{name}.md", f"{name}.png"] if made.complete else []
+        runs = list(dict.fromkeys(cell.run.name for cell in cells))
+        missing = [f"`{run}`" for run in runs if wanted[run].state.kind != "finished"]
+        if len(missing) > 3:
+            missing = [*missing[:2], f"{len(missing) - 2} more runs, named in {name}.md"]
+        if not made.complete:
+            missing.append(made.lines[0].removeprefix("**Missing:** "))
+        rows.append([f"{experiment.title}", f"{sum(wanted[run].state.kind == 'finished' for run in runs)} of {len(runs)}",
+                     ", ".join(f"[{file}]({file})" for file in files if (args.out / file).exists()) or "nothing",
+                     ", ".join(missing) or "nothing"])
+        if len(experiments) == 1:
+            print("\n".join(["", *text, "", f"written: {', '.join(str(args.out / file) for file in files)}"]))
+    if len(experiments) > 1:
+        overview = f"# Results at scale {args.scale}\n\n{markdown(rows)}\n"
+        save_text(overview, args.out / "results.md")
+        print(f"\n{overview}\nwritten: {args.out / 'results.md'}")
+    return failures

@@ -1,0 +1,382 @@
+"""scripts/reproduce.py: what it plans, starts and restarts, and what it makes of runs that are there, missing or wrong."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from configurator import as_dict, load
+from scripts import collect, experiments, launch, reproduce
+from scripts.compare import final_train_loss
+from scripts.runs import read_run, state_of
+from tests.test_compare import rows, write_run
+from tests.test_train import ROOT, dataset, parsed  # noqa: F401 - a fixture
+
+MICRO = ["--vocab_size=257", "--n_layer=1", "--n_head=2", "--n_embd=32", "--block_size=32", "--global_batch_size=4",
+         "--micro_batch_size=4", "--warmup_iters=3", "--eval_tokens=608", "--log_interval=1", "--device=cpu"]
+FILE = """
+title = "a test"
+figure = "final"
+x = "n_sink"
+base = ["config/tiny.py"]
+grid = {"n_sink": [0, 2], "attention": ["sa", "xsa"]}
+seeds = [1, 2]
+"""
+
+
+def planned(name: str, scale: str = "paper", extra: list[str] = ()) -> list[experiments.Cell]:
+    return experiments.read(name, scale).cells(list(extra))
+
+
+def run(capsys, *argv) -> tuple[int, str, str]:
+    status = reproduce.main([str(a) for a in argv])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    path = tmp_path / "micro.py"
+    path.write_text(FILE)
+    return path
+
+
+# --- planning ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale, tokens", [("paper", 524_288), ("tiny", 4_096)])
+def test_fig5_keeps_the_tokens_of_a_step(scale, tokens):
+    cells = planned("fig5", scale)
+    assert len({cell.run.config.block_size for cell in cells}) == 6 and len(cells) == 12
+    assert {cell.run.config.block_size * cell.run.config.global_batch_size for cell in cells} == {tokens}
+    assert len({cell.run.config.learning_rate for cell in cells}) == 1
+    for cell in cells:
+        assert cell.run.config.accumulation(8 if scale == "paper" else 1) >= 1
+
+
+def test_the_papers_conditions():
+    assert {cell.run.config.learning_rate for cell in planned("fig4")} == {1e-4, 2e-4, 4e-4, 6e-4}
+    assert {cell.run.config.block_size for cell in planned("fig5")} == {512, 1024, 2048, 4096, 8192, 16384}
+    assert {cell.run.config.n_sink for cell in planned("fig6")} == {0, 1, 4}
+    peaks = {(c.run.config.n_embd, c.run.config.learning_rate) for c in planned("fig3")}
+    assert peaks == {(1536, 5e-4), (2048, 4e-4), (2560, 3e-4)}
+    for name in ("fig1", "fig3", "fig4", "fig5", "fig6", "table2"):
+        assert {cell.labels["attention"] for cell in planned(name)} == {"sa", "xsa"}
+        assert {cell.run.config.max_iters for cell in planned(name)} == {200_000}
+
+
+@pytest.mark.parametrize("scale, count", [("paper", 26), ("tiny", 36)])
+def test_a_run_is_known_by_its_settings(scale, count):
+    """One name, one set of settings; the runs that figures share have one name."""
+    by_name, by_settings = {}, {}
+    for name in experiments.names():
+        for cell in planned(name, scale):
+            settings = tuple(map(repr, as_dict(cell.run.config).values()))
+            assert by_name.setdefault(cell.run.name, settings) == settings
+            assert by_settings.setdefault(settings, cell.run.name) == cell.run.name
+    assert len(by_name) == count
+    shared = [{cell.run.name for cell in planned(name, scale)} for name in ("fig1", "fig3", "fig4", "fig5", "fig6", "table2")]
+    prefix = "1.4b" if scale == "paper" else "tiny"
+    assert set.intersection(*shared) == {f"{prefix}-sa", f"{prefix}-xsa"}
+    assert shared[5] <= shared[1]
+
+
+@pytest.mark.parametrize("scale", experiments.SCALES)
+@pytest.mark.parametrize("launcher", ["local", "torchrun", "slurm"])
+def test_commands_give_the_settings_that_were_planned(scale, launcher, tmp_path):
+    for name in experiments.names():
+        for cell in planned(name, scale, ["--wandb_log=True"]):
+            wanted = launch.Wanted(cell.run, tmp_path / cell.run.name, None)
+            argv = launch.command(wanted, launcher, 8)
+            script = {"slurm": "scripts/slurm/train.sbatch"}.get(launcher, "train.py")
+            arguments = argv[argv.index(script) + 1 :]
+            config = load(arguments)
+            assert config.init_from == "auto" and config.out_dir == str(tmp_path / cell.run.name) and config.wandb_log
+            ignored = {"out_dir", "init_from"}
+            assert {k: v for k, v in as_dict(config).items() if k not in ignored} == {
+                k: v for k, v in as_dict(cell.run.config).items() if k not in ignored}
+
+
+def test_the_plan_names_every_run_with_its_cost(capsys, tmp_path):
+    status, out, _ = run(capsys, "fig4", f"--out={tmp_path}", "--gpu=h100", "--n_gpus=16", "--mfu=0.5")
+    assert status == 0 and not list(tmp_path.iterdir())
+    for cell in planned("fig4"):
+        assert f"\n{cell.run.name} " in out and f"--out_dir={tmp_path / cell.run.name} " in out
+    assert out.count("torchrun --standalone --nproc_per_node=16 train.py config/1.4b.py") == 8 == out.count("--init_from=auto")
+    # By hand: 6 FLOPs a weight and 12 H d T a layer; evaluation, a third of that, at the start and every 1000 steps.
+    per_token = 6 * 1.512e9 + 12 * 24 * 3072 * 2048
+    hours = per_token * (524288 * 200_000 + 10_485_760 * 201 / 3) / (989e12 * 0.5) / 3600
+    line = next(line for line in out.splitlines() if line.startswith("1.4b-sa "))
+    assert float(line.split()[3].replace(",", "")) == pytest.approx(hours, rel=2e-3)
+    total = next(line for line in out.splitlines() if line.startswith("all "))
+    assert float(total.split()[2].replace(",", "")) == pytest.approx(8 * hours, rel=2e-3)
+    assert "no folder 'fineweb'" in out
+
+
+def test_settings_and_seeds_for_all_runs(capsys, tmp_path, file):
+    cells = experiments.read(str(file), "paper").cells(["--max_iters=7"], seeds=[5, 6])
+    assert {cell.run.config.max_iters for cell in cells} == {7} and {cell.run.config.seed for cell in cells} == {5, 6}
+    assert "tiny-xsa-n_sink=2-max_iters=7-seed=5" in {cell.run.name for cell in cells}
+    assert len({cell.run.name for cell in cells}) == 8
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("argv, wanted", [
+    (["fig7"], "fig1"), ([], "EXPERIMENT"), (["fig4", "--launch=cloud"], "launch"), (["fig4", "--seeds=1,x"], "seeds"),
+    (["fig4", "--seeds=1,1"], "twice"), (["fig4", "--learning_rate=1"], "varies"), (["fig4", "--seed=3"], "--seeds"),
+    (["fig4", "--n_layers=3"], "n_layer"), (["fig4", "--gpu=abacus"], "H100"), (["fig4", "--n_gpus=7"], "global_batch_size"),
+    (["fig4", "--plan", "--collect"], "--plan"), (["fig4", "--scale=small"], "scale"), (["fig4", "--wandb_log"], "--key=value"),
+    (["fig4", "--launch=local", "--n_gpus=2"], "torchrun"), (["fig4", "--launch=local"], "fineweb"),
+])
+def test_bad_arguments(argv, wanted, capsys, tmp_path):
+    status, out, err = run(capsys, *argv, *([f"--out={tmp_path / 'out'}"] if argv else []))
+    assert status == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1 and wanted in err
+
+
+@pytest.mark.parametrize("change, wanted", [
+    ('grid = {"n_sink": [0, "two"], "attention": ["sa"]}', "n_sink"), ('grid = {"n_sinks": [0]}', "n_sink"),
+    ('grid = {"n_sink": 3}', "list of values"), ('grid = {"a": [{"n_sink": 1}], "n_sink": [2]}', "two axes"),
+    ('grid = {"n_sink": [0], "attention": ["sa"], "seed": [1]}', "seed"), ('seeds = []', "whole numbers"),
+    ('figure = "pie"', "curves"), ('figures = 1', "figure"), ('x = "n_layer"', "n_layer"), ('compare = "size"', "size"),
+    ('tiny = {"grid": {"n_sink": [1, 2, 3]}}', "as many entries"), ('tiny = {"grids": {}}', "grids"),
+    ('base = ["config/9b.py"]', "config/9b.py"), ('base = []', "config file"), ('y_limits = [3, 2]', "[low, high]"),
+    ('seeds = [len("ab")]', "literal"), ('grid = {**{}}', "keys"), ('import os', "key = value"),
+    ('grid = {"n_sink": [0, 1], "attention": ["sa", "zsa"]}', "attention"), ('grid = {"n_sink": [0, -1]}', "n_sink"),
+])
+def test_bad_files(change, wanted, capsys, tmp_path, file):
+    file.write_text(FILE + change + "\n")
+    status, out, err = run(capsys, file, "--scale=tiny", "--plan")
+    assert status == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1
+    assert "micro.py" in err and wanted in err
+
+
+# --- launching --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow  # trains two runs, each of them twice interrupted
+def test_interrupted_runs_go_on_and_finished_ones_are_not_repeated(tmp_path, dataset, capsys):  # noqa: F811
+    path = tmp_path / "pair.py"
+    path.write_text('title = "pair"\nfigure = "curves"\nbase = ["config/tiny.py"]\ngrid = {"attention": ["sa", "xsa"]}\n')
+    out = tmp_path / "out"
+    argv = [str(path), "--launch=local", f"--out={out}", f"--dataset={dataset}", *MICRO, "--max_iters=400", "--save_interval=20",
+            "--eval_interval=200"]
+    process = subprocess.Popen([sys.executable, "-m", "scripts.reproduce", *argv], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    sa, xsa = (folder_of(path, argv, attention, out) for attention in ("sa", "xsa"))
+    wait_for_steps(sa, 25)
+    child = int(subprocess.run(["pgrep", "-P", str(process.pid), "-f", "train.py"], capture_output=True, text=True).stdout)
+    os.kill(child, signal.SIGKILL)
+    wait_for_steps(xsa, 25)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and "stopped on request" in said, said
+    assert f"error: {sa.name}: exit status -9" in said and f"error: {xsa.name}" not in said
+    assert list(xsa.glob("ckpt_*.pt"))
+
+    status, said, err = run(capsys, *argv)
+    assert status == 0 and "2 to be made" in said, said + err
+    for folder in (sa, xsa):
+        assert [m["step"] for m in parsed(folder) if m["split"] == "train"] == list(range(1, 401))
+    before = {folder: (folder / "metrics.jsonl").stat().st_mtime_ns for folder in (sa, xsa)}
+    lines = (out / "commands.txt").read_text().splitlines()
+    assert len(lines) == 4 and all("--init_from=auto" in line and "  # 20" in line for line in lines)
+
+    status, said, _ = run(capsys, *argv, "--collect")
+    assert status == 0 and "2 finished, 0 to be made" in said
+    assert before == {folder: (folder / "metrics.jsonl").stat().st_mtime_ns for folder in (sa, xsa)}
+    assert len((out / "commands.txt").read_text().splitlines()) == 4
+    assert (out / "pair.png").read_bytes().startswith(b"\x89PNG")
+    cells = rows((out / "pair.md").read_text())["xsa"]
+    assert "windows)" in cells[-1]
+    ours, theirs = ([m["loss"] for m in parsed(folder) if m["split"] == "val"][-1] for folder in (xsa, sa))
+    assert float(cells[-1].split()[0]) == pytest.approx(ours - theirs, abs=1e-4)
+
+
+def folder_of(path: Path, argv: list[str], attention: str, out: Path) -> Path:
+    extra = [a for a in argv if a.startswith("--") and a.partition("=")[0] not in ("--launch", "--out")]
+    cells = experiments.read(str(path), "paper").cells(extra)
+    return out / next(cell.run.name for cell in cells if cell.labels["attention"] == attention)
+
+
+def wait_for_steps(folder: Path, steps: int) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").read_text().count("\n") > steps:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"{folder} did not come to step {steps}")
+
+
+def test_slurm_submits_what_is_neither_finished_nor_in_the_queue(tmp_path, capsys, monkeypatch, file, dataset):  # noqa: F811
+    out, stubs = tmp_path / "out", tmp_path / "bin"
+    stubs.mkdir()
+    done, queued, *rest = experiments.read(str(file), "paper").cells([f"--dataset={dataset}"])
+    write_run(out / done.run.name, steps=200, **{k: v for k, v in as_dict(done.run.config).items() if k != "max_iters"})
+    for name, body in (("sbatch", f'echo "$@" >> {tmp_path}/jobs; echo "Submitted batch job 7"'),
+                       ("squeue", f"echo '(null)'; echo {out / queued.run.name}")):
+        (stubs / name).write_text(f"#!/bin/sh\n{body}\n")
+        (stubs / name).chmod(0o755)
+    argv = [file, "--launch=slurm", "--n_gpus=16", "--micro_batch_size=2", f"--out={out}", f"--dataset={dataset}"]
+    monkeypatch.setenv("PATH", f"{stubs}:{os.environ['PATH']}")
+    status, said, err = run(capsys, *argv)
+    assert status == 0, err
+    jobs = (tmp_path / "jobs").read_text().splitlines()
+    assert len(jobs) == len(rest) == 6 and f"{queued.run.name}: in the queue already" in said
+    for job, cell in zip(jobs, rest, strict=True):
+        assert job.startswith(f"--nodes=2 --job-name={cell.run.name} --comment={out / cell.run.name} scripts/slurm/train.sbatch "
+                              "config/tiny.py ") and job.endswith("--init_from=auto")
+    assert (out / "commands.txt").read_text().count("sbatch --nodes=2") == 6
+    (stubs / "sbatch").write_text("#!/bin/sh\necho 'invalid partition' >&2\nexit 1\n")
+    status, _, err = run(capsys, *argv)
+    assert status == 1 and err.count("invalid partition") == 6
+
+
+# --- collecting -------------------------------------------------------------------------------------------------------------
+
+
+def write(cell: experiments.Cell, out: Path, gap: float, **settings) -> Path:
+    config = as_dict(cell.run.config) | settings
+    steps = config.pop("max_iters")
+    return write_run(out / cell.run.name, gap, steps=steps, **config)
+
+
+def test_collect_names_what_is_missing_unfinished_or_wrong(tmp_path, capsys, file):
+    out = tmp_path / "out"
+    cells = {(c.labels["n_sink"], c.labels["attention"], c.run.config.seed): c
+             for c in experiments.read(str(file), "paper").cells([])}
+    bases, gaps = {1: 0.0, 2: 0.4}, {1: 0.02, 2: 0.05}
+    for seed in (1, 2):
+        write(cells["0", "sa", seed], out, bases[seed])
+        write(cells["0", "xsa", seed], out, bases[seed] + gaps[seed])
+    write(cells["2", "sa", 1], out, 0.1)
+    write(cells["2", "sa", 2], out, 0.1, learning_rate=1.0)
+    lines = (write(cells["2", "xsa", 1], out, 0.1) / "metrics.jsonl").read_text().splitlines(keepends=True)
+    half = [line for line in lines if json.loads(line)["step"] <= 100]
+    (out / cells["2", "xsa", 1].run.name / "metrics.jsonl").write_text("".join(half))
+    status, said, err = run(capsys, file, "--collect", f"--out={out}")
+    assert status == 0, err
+    text = (out / "micro.md").read_text()
+    assert text in said
+    name = cells["2", "sa", 2].run.name
+    assert f"**Wrong:** `{name}`, {out / name / 'config.json'} has learning_rate=1.0, wanted 0.004" in text
+    assert f"**Unfinished:** `{cells['2', 'xsa', 1].run.name}`, step 100 of 200" in text
+    assert f"**Missing:** `{cells['2', 'xsa', 2].run.name}`, not started" in text
+    assert text.count("**Wrong") + text.count("**Unfinished") + text.count("**Missing") == 3
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    assert table[0] == ["n_sink", "attention", "seeds", "train loss", "train difference", "val loss", "val difference"]
+    expected = f"{np.mean(list(gaps.values())):+.4f} ± {np.std(list(gaps.values()), ddof=1) / math.sqrt(2):.4f} (2 seeds)"
+    assert table[3][:3] == ["0", "xsa", "1, 2"] and table[3][4] == table[3][6] == expected
+    runs = [read_run(out / cells["0", "sa", seed].run.name) for seed in (1, 2)]
+    assert float(table[2][3]) == pytest.approx(np.mean([final_train_loss(r, max(r.train)) for r in runs]), abs=1e-4)
+    assert float(table[2][5]) == pytest.approx(np.mean([r.val[max(r.val)] for r in runs]), abs=1e-4)
+    assert table[4][:3] == ["2", "sa", "1"] and table[5][2:] == ["missing", "n/a", "n/a", "n/a", "n/a"]
+    assert (out / "micro.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_wrong_run_is_not_touched_and_fails_the_launch(tmp_path, capsys, file, dataset):  # noqa: F811
+    out = tmp_path / "out"
+    cells = experiments.read(str(file), "paper").cells([f"--dataset={dataset}"])
+    for cell in cells:
+        write(cell, out, 0.0, **({"n_embd": 4} if cell is cells[3] else {}))
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    status, said, err = run(capsys, file, "--launch=local", f"--out={out}", f"--dataset={dataset}")
+    assert status == 1 and "7 finished, 0 to be made, 1 wrong" in said
+    assert f"error: {cells[3].run.name}: " in err and "n_embd=4, wanted 64" in err
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+
+
+@pytest.mark.parametrize("fault, kind, words", [
+    ("nan", "wrong", "validation loss at step 200 is not a number"), ("skipped", "finished", "1 steps skipped"),
+    ("json", "wrong", "not JSON"), ("line", "wrong", "line 1"), ("older checkpoint", "unfinished", "step 200 of 200"),
+    ("seed", "wrong", "seed=9"), ("micro_batch_size", "finished", ""), ("no checkpoint", "finished", ""),
+    ("no such setting then", "finished", ""), ("explicit", "wrong", "has no n_sink"),
+])
+def test_state_of_a_run(fault, kind, words, tmp_path, file):
+    cell = experiments.read(str(file), "paper").cells([])[-1]
+    changed = {"seed": {"seed": 9}, "micro_batch_size": {"micro_batch_size": 2}}.get(fault, {})
+    folder = write(cell, tmp_path, 0.0, **changed)
+    metrics, config = folder / "metrics.jsonl", folder / "config.json"
+    if fault in ("nan", "skipped"):
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+        split, step = {"nan": ("val", 200), "skipped": ("train", 50)}[fault]
+        next(line for line in lines if (line["split"], line["step"]) == (split, step))["loss"] = None
+        metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    elif fault == "json":
+        config.write_text("{")
+    elif fault == "line":
+        metrics.write_text("oops\n")
+    elif fault == "older checkpoint":
+        (folder / "ckpt_00000100.pt").touch()
+    elif fault in ("no such setting then", "explicit"):
+        info = json.loads(config.read_text())
+        del info["config"]["rope_base" if fault != "explicit" else "n_sink"]
+        config.write_text(json.dumps(info))
+    state = state_of(folder, as_dict(cell.run.config), cell.run.explicit)
+    assert state.kind == kind and words in state.text, state
+
+
+def test_variants_without_an_axis_to_draw_against(tmp_path, capsys):
+    path, out = tmp_path / "ablate.py", tmp_path / "out"
+    path.write_text('title = "Parts"\nfigure = "final"\nbase = ["config/tiny.py"]\ngrid = {"variant": [{"name": "whole", '
+                    '"attention": "xsa"}, {"name": "without sinks", "n_sink": 0}, {"name": "deep", "n_layer": 3}]}\n')
+    for i, cell in enumerate(experiments.read(str(path), "paper").cells([])):
+        write(cell, out, 0.1 * i)
+    status, _, err = run(capsys, path, "--collect", f"--out={out}")
+    assert status == 0, err
+    table = rows((out / "ablate.md").read_text())
+    assert list(table) == ["variant", "whole", "without sinks", "deep"] and table["whole"][3] == "baseline"
+    assert table["deep"][5].startswith("+0.2000, s.e. n/a (one seed; ") and "no checkpoint" in table["deep"][5]
+    assert (out / "ablate.png").exists()
+
+
+def test_curves_show_what_unfinished_runs_have(tmp_path, capsys):
+    out, cells = tmp_path / "out", planned("fig3", "tiny")
+    for i, cell in enumerate(cells[:9]):
+        write(cell, out, 0.01 * i)
+    metrics = out / cells[0].run.name / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:60]))
+    status, said, err = run(capsys, "fig3", "--scale=tiny", "--collect", f"--out={out}")
+    assert status == 0 and "**Unfinished:** `" + cells[0].run.name in said, err
+    assert (out / "fig3.png").exists() and said.count("**Missing:**") == 3
+
+
+@pytest.mark.parametrize("code, status", [(0, 0), (2, 0), (1, 1)])
+def test_figures_made_by_commands(code, status, tmp_path, capsys, monkeypatch):
+    """The command gets the finished runs, is not repeated while they stay as they are, and what it lacks is named."""
+    out, calls = tmp_path / "out", []
+    for cell in planned("fig1", "tiny"):
+        write(cell, out, 0.0)
+
+    def execute(argv, log, out, stop, output):
+        calls.append(argv)
+        log.parent.mkdir(exist_ok=True)
+        log.write_text("# command\na warning\nor a reason\n")
+        output.write_text("three panels\n")
+        for name in ("bias.json", "bias.png"):
+            (out / "fig1" / name).write_text(name)
+        return code
+
+    monkeypatch.setattr(collect, "execute", execute)
+    found, said, err = run(capsys, "fig1", "--scale=tiny", "--collect", f"--out={out}")
+    assert found == status
+    assert calls == [[sys.executable, "-m", "eval.bias", str(out / "tiny-sa"), str(out / "tiny-xsa"), f"--out={out / 'fig1'}",
+                      "--sequences=256"]]
+    text = (out / "fig1.md").read_text()
+    if code:
+        assert "**Missing:** or a reason" in text and ("exit status 1: or a reason" in err) == (code == 1)
+        return
+    assert "three panels" in text and "a warning" not in text and (out / "fig1.png").read_text() == "bias.png"
+    run(capsys, "fig1", "--scale=tiny", "--collect", f"--out={out}")
+    assert len(calls) == 1 and text == (out / "fig1.md").read_text()
+    (out / "tiny-sa" / "ckpt_00000200.pt").touch()
+    run(capsys, "fig1", "--scale=tiny", "--collect", f"--out={out}")
+    assert len(calls) == 2
