@@ -129,7 +129,7 @@ class Collector:
                 try:
                     a, b = (self.window_losses(p.runs[common[0]], notes) for p in (base, point))
                 except InputError as error:
-                    gaps[i, "val"] = Gap(gaps[i, "val"].value, None, f"one seed; {error}")
+                    notes.append(f"no standard error over validation windows: {error}")
                     continue
                 from eval.paired import paired as over_windows
 

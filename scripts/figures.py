@@ -1,6 +1,7 @@
 """Pictures of experiments (scripts.reproduce): loss curves, and final losses against a setting or by variant. The baseline is
 black and the other variants have compare.py's colours; several seeds are a mean and a band from the smallest to the largest."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
@@ -128,10 +129,10 @@ def draw_curves(experiment: Experiment, points: list[Point], path: Path) -> None
         axes[0, 0].set(ylabel="loss (nats)", xlim=(0, None))
         baseline = variants(experiment, points)[0]
         axes[1, 0].set_ylabel(f"difference to {baseline}\n(nats)")
-        for row, values in late.items():
-            _fit(axes[row, 0], values + [np.zeros(1)] * row)
-        if experiment.y_limits:
-            axes[0, 0].set_ylim(*experiment.y_limits)
+        _fit(axes[0, 0], late[0], experiment.y_limits)
+        _fit(axes[1, 0], [*late[1], np.zeros(1)], [])
+        axes[0, 0].xaxis.set_major_locator(plt.MaxNLocator(6))
+        axes[0, 0].xaxis.set_major_formatter(lambda steps, _: f"{steps / 1000:g}k" if steps >= 1000 else f"{steps:g}")
         _finish(figure, axes[0, 1], f"{experiment.title} ({_seeds(drawn)})", columns=len(dict.fromkeys(
             _rest(experiment, p) for p in drawn)))
         save_picture(figure, path)
@@ -142,18 +143,23 @@ def _curve(runs: list[Run], split: str) -> Curve:
 
 
 def _line(axes: Any, point: Point, curve: Curve, look: dict[str, Any], label: str | None) -> np.ndarray:
-    """Draws mean and band over steps; returns the values after the first tenth: beside the first losses the rest is a line."""
+    """Draws mean and band over steps; returns the values that have to be seen, those after the first tenth: beside the first
+    losses the rest would be a line."""
     steps = next(iter(point.runs.values())).steps
     x = np.array([steps[tokens] for tokens in curve.tokens])
-    axes.plot(x, curve.values.mean(0), linewidth=1.3, label=label, **look)
+    marks = {"marker": "o", "markersize": 3} if 1 < len(x) <= 40 else {}
+    axes.plot(x, curve.values.mean(0), linewidth=1.3, label=label, **look, **marks)
     if len(curve.values) > 1:
         axes.fill_between(x, curve.values.min(0), curve.values.max(0), color=look["color"], alpha=0.15, linewidth=0)
     return curve.values[:, x >= x.max() / 10].ravel() if len(x) else np.zeros(0)
 
 
-def _fit(axes: Any, values: list[np.ndarray]) -> None:
-    inside = np.concatenate(values) if values else np.zeros(0)
-    if inside.size:
+def _fit(axes: Any, values: list[np.ndarray], limits: list[float]) -> None:
+    """The vertical axis as `limits` say, where nothing of the values would then be unseen; else as the values want it."""
+    inside = np.concatenate([*values, limits])
+    if limits and inside.min() >= limits[0] and inside.max() <= limits[1]:
+        axes.set_ylim(*limits)
+    elif inside.size:
         margin = 0.05 * float(np.ptp(inside)) or 0.01
         axes.set_ylim(inside.min() - margin, inside.max() + margin)
 
@@ -205,16 +211,20 @@ def _against_x(plt: Any, experiment: Experiment, points: list[Point], gaps: Gaps
             known = [(x_of(point), gaps[i, split]) for i, point in members if (i, split) in gaps]
             if known:
                 axes[1, column].errorbar(
-                    [place for place, _ in known], [gap.value for _, gap in known], [gap.error or 0.0 for _, gap in known],
+                    [place for place, _ in known], [gap.value for _, gap in known], [_bar(gap) for _, gap in known],
                     marker="o", markersize=4, linewidth=1.2, capsize=3, **look)
         axes[1, column].axhline(0, color=BASELINE_COLOUR, linewidth=1)
-        if experiment.y_limits:
-            axes[0, column].set_ylim(*experiment.y_limits)
+        everything = np.array([final_loss(run, split) for _, point in drawn for run in point.runs.values()])
+        _fit(axes[0, column], [everything], experiment.y_limits)
         _scale_x(axes[1, column], experiment, sorted({x_of(point) for _, point in drawn}))
     axes[0, 0].set_ylabel("loss (nats)")
     axes[1, 0].set_ylabel(f"difference to {variants(experiment, points)[0]}\n± 1 s.e. (nats)")
     _finish(figure, axes[0, 1], f"{experiment.title} ({_seeds([point for _, point in drawn])})", 1)
     return figure
+
+
+def _bar(gap: Gap) -> float:
+    return math.nan if gap.error is None else gap.error  # NaN: no bar
 
 
 def _scale_x(axes: Any, experiment: Experiment, values: list[float]) -> None:
@@ -223,8 +233,7 @@ def _scale_x(axes: Any, experiment: Experiment, values: list[float]) -> None:
         axes.set_xscale("log", base=2)
     elif experiment.x_scale == "log":
         axes.set_xscale("log")
-    axes.set_xticks(values, [f"{value:g}" if abs(value) < 1 else f"{value:,.0f}" if value >= 1e4 else f"{value:g}"
-                             for value in values])
+    axes.set_xticks(values, [f"{value:g}" for value in values])
     axes.minorticks_off()
 
 
@@ -237,7 +246,7 @@ def _by_variant(plt: Any, experiment: Experiment, points: list[Point], gaps: Gap
         axes[0].plot([min(losses), max(losses)], [place, place], color=colour, linewidth=4, alpha=0.3)
         axes[0].plot(mean(losses), place, marker="o", color=colour)
         if (i, "val") in gaps:
-            axes[1].errorbar(gaps[i, "val"].value, place, xerr=gaps[i, "val"].error or 0.0, marker="o", capsize=3, color=colour)
+            axes[1].errorbar(gaps[i, "val"].value, place, xerr=_bar(gaps[i, "val"]), marker="o", capsize=3, color=colour)
     axes[0].set_yticks(range(len(drawn)), [_name(experiment, point) for _, point in drawn])
     axes[0].invert_yaxis()
     axes[0].set(title="Final validation loss", xlabel="loss (nats)")

@@ -64,14 +64,14 @@ def describe(experiments: dict[str, tuple[Experiment, list[Cell]]], runs: list[W
     from scripts.plan import cost
 
     launcher = args.launch or ("local" if args.scale == "tiny" else "torchrun")
-    lines = [f"{name:8}  {experiment.title}, {len({cell.run.name for cell in cells})} runs ({experiment.path})"
-             for name, (experiment, cells) in experiments.items()]
+    hours_of: dict[str, float] = {}
     rows = [["run", "state", "tokens", "GPU-hours", "disk GB", "for"]]
     totals = {"all": [0.0, 0.0, 0.0], "to do": [0.0, 0.0, 0.0]}
     for wanted in runs:
         config = wanted.run.config
         costs = cost(config, args.gpu, args.n_gpus, args.mfu)
         hours = costs["gpu_hours"] + args.n_gpus * costs["evaluation_hours"]
+        hours_of[wanted.run.name] = hours
         disk = (costs["run_folder_bytes"] + METRICS_LINE * config.max_iters / config.log_interval) / 1e9
         state = wanted.state
         rows.append([wanted.run.name, state.kind if state.kind in ("missing", "finished") else f"{state.kind}: {state.text}",
@@ -80,6 +80,11 @@ def describe(experiments: dict[str, tuple[Experiment, list[Cell]]], runs: list[W
             totals[key] = [total + more for total, more in zip(totals[key], (costs["tokens"], hours, disk), strict=True)]
     for key, (tokens, hours, disk) in totals.items():
         rows.append([key, "", _short(tokens), _number(hours), _number(disk), ""])
+    lines = []
+    for name, (experiment, cells) in experiments.items():
+        mine = {cell.run.name for cell in cells}
+        takes = f"{len(mine)} runs, {_number(sum(hours_of[run] for run in mine))} GPU-hours" if mine else "nothing to train"
+        lines.append(f"{name:8}  {experiment.title} ({experiment.path}): {takes}")
     if runs:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines += [""] + ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
