@@ -185,10 +185,19 @@ class Collector:
             return Made(["No run is finished yet."])
         data = [f"--task_data={self.args.task_data}"] if self.args.task_data else []
         commands = [["-m", "eval.tasks", *folders, *data, f"--json={folder / f'{name}.json'}"] for name, folders in sets.items()]
-        return self._by_command(commands, [f"{name}.json" for name in sets], [f for folders in sets.values() for f in folders])
 
-    def _by_command(self, commands: list[list[str]], results: list[str], folders: list[str]) -> Made:
-        """Runs the commands unless they have made their results from these checkpoints before; shows what they print."""
+        def table(name: str) -> str:
+            from eval.tasks import read_results, report
+
+            return report(read_results(folder / name))
+
+        results = [f"{name}.json" for name in sets]
+        return self._by_command(commands, results, [f for folders in sets.values() for f in folders], table)
+
+    def _by_command(self, commands: list[list[str]], results: list[str], folders: list[str],
+                    table: Callable[[str], str] | None = None) -> Made:
+        """Runs the commands unless they have made their results from these checkpoints before. Shows what they print, or what
+        `table` makes of each one's result."""
         folder = self.out / self.experiment.name
         folder.mkdir(exist_ok=True)
         commands = [[sys.executable, *argv, *self.experiment.arguments] for argv in commands]
@@ -205,7 +214,7 @@ class Collector:
                 if self.stop.signal:
                     return Made(["Stopped on request before it was done."])
                 if status:
-                    reason = last_words(log)
+                    reason = last_words(log).removeprefix("error: ")
                     made = Made([f"**Missing:** {reason}"])
                     if status != 2:  # 2: what it needs is not there, which is no failure of what was made
                         made.failures.append(f"{self.experiment.name}: exit status {status}: {reason} ({log})")
@@ -219,8 +228,14 @@ class Collector:
         if pictures:
             shutil.copyfile(pictures[0], self.picture)
             lines += [f"![{self.experiment.title}]({self.picture.name})", ""]
-        for argv, text in zip(commands, saved["texts"], strict=True):
-            lines += [f"`{shlex.join(['python', *argv[1:]])}`", "", "```text", text.strip(), "```", ""]
+        texts = map(table, results) if table else saved["texts"]
+        for argv, text in zip(commands, texts, strict=True):
+            text = text.strip()
+            if text.startswith("#"):  # Markdown, to go below this file's own title
+                text = "#" + text.replace("\n#", "\n##")
+            elif table is None:
+                text = f"```text\n{text}\n```"
+            lines += [f"`{shlex.join(['python', *argv[1:]])}`", "", text, ""]
         return Made(lines, complete=True)
 
 
@@ -248,7 +263,7 @@ def collect(experiments: dict[str, tuple[Experiment, list[Cell]]], wanted: dict[
         save_text("\n".join(text).rstrip() + "\n", args.out / f"{name}.md")
         if stop.signal:
             return failures
-        files = [f"{name}.md", f"{name}.png"] if made.complete else []
+        files = [f"{name}.md", *([collector.picture.name] if made.complete and collector.picture.exists() else [])]
         runs = list(dict.fromkeys(cell.run.name for cell in cells))
         missing = [f"`{run}`" for run in runs if wanted[run].state.kind != "finished"]
         if len(missing) > 3:
@@ -256,7 +271,7 @@ def collect(experiments: dict[str, tuple[Experiment, list[Cell]]], wanted: dict[
         if not made.complete:
             missing.append(made.lines[0].removeprefix("**Missing:** "))
         rows.append([f"{experiment.title}", f"{sum(wanted[run].state.kind == 'finished' for run in runs)} of {len(runs)}",
-                     ", ".join(f"[{file}]({file})" for file in files if (args.out / file).exists()) or "nothing",
+                     ", ".join(f"[{file}]({file})" for file in files) if made.complete else "nothing",
                      ", ".join(missing) or "nothing"])
         if len(experiments) == 1:
             print("\n".join(["", *text, "", f"written: {', '.join(str(args.out / file) for file in files)}"]))

@@ -37,14 +37,20 @@ TASK_ITEMS = ("from pathlib import Path; from eval.local_data import TASKS, writ
 STUBS = {
     "scontrol": '[ "$1" = show ] && echo localhost; exit 0',
     "srun": 'shift; exec "$@"',
-    "sbatch": "shift; export SLURM_SUBMIT_DIR=$PWD SLURM_JOB_ID=1 SLURM_JOB_NODELIST=n SLURM_NNODES=1 GPUS_PER_NODE=2; "
-              f'exec bash "$@" {CUT}',
+    "squeue": "exit 0",
+    "sbatch": 'while [ "${1#--}" != "$1" ]; do shift; done; export SLURM_SUBMIT_DIR=$PWD SLURM_JOB_ID=1 SLURM_JOB_NODELIST=n '
+              f'SLURM_NNODES=1 GPUS_PER_NODE=2; exec bash "$@" {CUT}',
 }
 
 
 def cut(command: str) -> str:
     """The same command at a size for two cores."""
     command = command.replace("--nproc_per_node=8", "--nproc_per_node=2").replace("--nnodes=4", "--nnodes=1")
+    if "scripts.reproduce" in command:  # on Fig 1's two runs
+        command = re.sub(r"reproduce (all|fig\d)", "reproduce fig1", command).replace("--n_gpus=32", "--n_gpus=2")
+        if "tiny" in command:
+            return f"{command} --max_iters=6 --warmup_iters=2 --eval_tokens=1024"
+        return f"{command} {CUT}" if "--launch" in command or "--collect" in command else command
     if "train.py" in command:
         return f"{command} {CUT}"
     if "eval.local_data" in command:

@@ -5,4 +5,4 @@ figure = "block"
 
 arguments = ["--rounds=10"]  # sizes: those of scripts.bench block, the paper's on a GPU
 
-tiny = {"arguments": ["--device=cpu", "--rounds=4", "--minutes=1"]}
+tiny = {"arguments": ["--device=cpu", "--rounds=4", "--micro_batch_size=2"]}
