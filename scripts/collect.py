@@ -147,6 +147,8 @@ class Collector:
         mark = {"checkpoint": path.name, "mtime_ns": path.stat().st_mtime_ns}
         saved = _load_json(kept)
         if saved.get("mark") != mark:
+            if self.stop.signal:
+                raise InputError("stopped on request")
             device = choose_device("auto")
             flops = run.info.get("flops_per_token", 0) / 3 * run.config["eval_tokens"]
             if device.type == "cpu" and flops > CPU_FLOPS:

@@ -21,6 +21,7 @@ Every run has a name made from its settings alone, so that experiments that want
 """
 
 import ast
+import hashlib
 import itertools
 import re
 from collections.abc import Callable
@@ -37,6 +38,7 @@ FOLDER = Path(__file__).parent.parent / "config" / "experiments"
 FIGURES = ("curves", "final", "bias", "block", "tasks")
 SCALES = ("paper", "tiny")
 X_SCALES = ("linear", "log", "log2")
+MAX_NAME = 180  # of a run: file systems take 255 bytes, and names are made from it
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,11 @@ def _name(file: str, config: Config) -> str:
             continue
         shown = Path(str(value)).resolve().name if key == "dataset" else value
         parts.append(re.sub(r"[^\w.=+-]", "_", f"{key}={shown}"))
-    return "-".join(parts)
+    name = "-".join(parts)
+    if len(name) > MAX_NAME:
+        digest = hashlib.blake2b(name.encode(), digest_size=4).hexdigest()
+        name = f"{name[:MAX_NAME - len(digest)]}-{digest}"
+    return name
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------------
@@ -137,6 +143,11 @@ def _name(file: str, config: Config) -> str:
 def names() -> list[str]:
     """Of the experiments that there are."""
     return sorted(path.stem for path in FOLDER.glob("*.py"))
+
+
+def paper_names() -> list[str]:
+    """Of those that are the paper's figures and tables: figN and tableN."""
+    return [name for name in names() if re.fullmatch(r"(fig|table)\d+", name)]
 
 
 def read(name: str, scale: str) -> Experiment:

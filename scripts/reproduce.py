@@ -5,9 +5,9 @@
     python -m scripts.reproduce fig4 --collect                          # fig4.png and fig4.md from the runs there are
     python -m scripts.reproduce all --scale=tiny                        # everything at CPU size: runs and collects, in minutes
 
-Experiments are the files in config/experiments/ (fig1 to fig6 and table2 are the paper's; scripts/experiments.py says how to
-write one), a path of such a file, or all. A run that several of them want is made once, and one that is finished is never
-repeated: the same command goes on where it was. Flags:
+Experiments are the files in config/experiments/ by name, or any such file by its path (scripts/experiments.py says how to write
+one); all means the paper's: fig1 to fig6 and table2. A run that several of them want is made once, and one that is finished is
+never repeated: the same command goes on where it was. Flags:
     --launch=HOW     local: one process after the other; torchrun: one run after the other on this node's --n_gpus GPUs; slurm: a
                      job each (scripts/slurm/train.sbatch)
     --collect        evaluate finished runs where the figure wants it (on this machine's GPU, if there is one), draw, tabulate
@@ -31,7 +31,7 @@ from pathlib import Path
 
 from command_line import ArgumentParser, InputError, StopRequest
 from configurator import as_dict
-from scripts.experiments import SCALES, Cell, Experiment, names, read
+from scripts.experiments import SCALES, Cell, Experiment, names, paper_names, read
 from scripts.launch import GPUS_PER_NODE, Wanted, command, data_problems, launch, prepare_data, shown
 from scripts.runs import state_of
 
@@ -159,7 +159,7 @@ def parse(argv: list[str]) -> tuple[Namespace, list[str]]:
 
 def reproduce(args: Namespace, extra: list[str], stop: StopRequest) -> list[str]:
     """Does what the arguments ask for; returns what failed. Raises InputError before any run is started."""
-    chosen = names() if "all" in args.names else list(dict.fromkeys(args.names))
+    chosen = dict.fromkeys(name for given in args.names for name in (paper_names() if given == "all" else [given]))
     read_ones = [read(name, args.scale) for name in chosen]
     experiments = {e.name: (e, e.cells(extra, args.seeds)) for e in read_ones}
     runs = gather(experiments, args.out)

@@ -50,7 +50,7 @@ def cut(command: str) -> str:
         command = re.sub(r"reproduce (all|fig\d)", "reproduce fig1", command).replace("--n_gpus=32", "--n_gpus=2")
         if "tiny" in command:
             return f"{command} --max_iters=6 --warmup_iters=2 --eval_tokens=1024"
-        return f"{command} {CUT}" if "--launch" in command or "--collect" in command else command
+        return f"{command} {CUT} --n_head=2 --head_dim=32" if "--launch" in command or "--collect" in command else command
     if "train.py" in command:
         return f"{command} {CUT}"
     if "eval.local_data" in command:
