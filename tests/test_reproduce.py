@@ -76,7 +76,8 @@ def test_the_papers_conditions():
 def test_a_run_is_known_by_its_settings(scale, count):
     """One name, one set of settings; the runs that figures share have one name."""
     by_name, by_settings = {}, {}
-    for name in experiments.names():
+    assert experiments.paper_names() == ["fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "table2"]
+    for name in experiments.paper_names():
         for cell in planned(name, scale):
             settings = tuple(map(repr, as_dict(cell.run.config).values()))
             assert by_name.setdefault(cell.run.name, settings) == settings
@@ -126,8 +127,9 @@ def test_settings_and_seeds_for_all_runs(capsys, tmp_path, file):
     assert "tiny-xsa-n_sink=2-max_iters=7-seed=5" in {cell.run.name for cell in cells}
     assert len({cell.run.name for cell in cells}) == 8
     many = [f"--{key}={value}" for key, value in (
-        ("weight_decay", 0.123456789), ("beta1", 0.87654321), ("beta2", 0.98765432), ("grad_clip", 0.123456789), ("dropout", 0.1234),
-        ("rope_base", 12345.678), ("lr_decay_iters", 77777), ("warmup_iters", 12345), ("max_iters", 7654321), ("n_layer", 17))]
+        ("weight_decay", 0.123456789), ("beta1", 0.87654321), ("beta2", 0.98765432), ("grad_clip", 0.123456789),
+        ("dropout", 0.1234), ("rope_base", 12345.678), ("lr_decay_iters", 77777), ("warmup_iters", 12345),
+        ("max_iters", 7654321), ("n_layer", 17))]
     names = {cell.run.name for cell in experiments.read(str(file), "paper").cells(many)}
     assert len(names) == 8 and max(map(len, names)) <= 190
 
