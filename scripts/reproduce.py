@@ -33,7 +33,7 @@ from command_line import ArgumentParser, InputError, StopRequest
 from configurator import as_dict
 from scripts.experiments import SCALES, Cell, Experiment, names, paper_names, read
 from scripts.launch import GPUS_PER_NODE, Wanted, command, data_problems, launch, prepare_data, shown
-from scripts.runs import state_of
+from scripts.runs import last_step, state_of
 
 METRICS_LINE = 250  # bytes of a line in metrics.jsonl, roughly
 
@@ -76,8 +76,10 @@ def describe(experiments: dict[str, tuple[Experiment, list[Cell]]], runs: list[W
         state = wanted.state
         rows.append([wanted.run.name, state.kind if state.kind in ("missing", "finished") else f"{state.kind}: {state.text}",
                      _short(costs["tokens"]), _number(hours), _number(disk), " ".join(wanted.experiments)])
-        for key in ("all", "to do")[: 1 if state.kind == "finished" else 2]:
-            totals[key] = [total + more for total, more in zip(totals[key], (costs["tokens"], hours, disk), strict=True)]
+        left = {"missing": 1.0, "unfinished": 1 - last_step(wanted.folder) / config.max_iters}.get(state.kind, 0.0)
+        for key, share in (("all", 1.0), ("to do", left)):
+            more = share * costs["tokens"], share * hours, disk * (share > 0)
+            totals[key] = [total + part for total, part in zip(totals[key], more, strict=True)]
     for key, (tokens, hours, disk) in totals.items():
         rows.append([key, "", _short(tokens), _number(hours), _number(disk), ""])
     lines = []
@@ -102,7 +104,7 @@ def _short(n: float) -> str:
 
 
 def _number(x: float) -> str:
-    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}" if x >= 0.01 else "< 0.01"
+    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}" if x >= 0.01 or x == 0 else "< 0.01"
 
 
 # --- command ----------------------------------------------------------------------------------------------------------------
