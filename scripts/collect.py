@@ -15,7 +15,7 @@ from typing import Any
 
 from command_line import InputError, StopRequest
 from scripts.compare import FINAL_SHARE, markdown, save_text
-from scripts.experiments import Cell, Experiment
+from scripts.experiments import Cell, Experiment, names
 from scripts.figures import Gap, Gaps, Point, baseline_of, draw_curves, draw_final, final_loss
 from scripts.launch import Wanted, execute, last_words
 from scripts.runs import Run, read_run
@@ -260,7 +260,8 @@ def collect(experiments: dict[str, tuple[Experiment, list[Cell]]], wanted: dict[
         made = make()
         failures += made.failures
         problems = collector.problems()
-        text = [f"# {experiment.title}", "", f"`python -m scripts.reproduce {name} --scale={args.scale}`", "",
+        called = name if name in names() else experiment.path
+        text = [f"# {experiment.title}", "", f"`python -m scripts.reproduce {called} --scale={args.scale}`", "",
                 *problems, *([""] if problems else []), *made.lines]
         save_text("\n".join(text).rstrip() + "\n", args.out / f"{name}.md")
         if stop.signal:
@@ -272,7 +273,8 @@ def collect(experiments: dict[str, tuple[Experiment, list[Cell]]], wanted: dict[
             missing = [*missing[:2], f"{len(missing) - 2} more runs, named in {name}.md"]
         if not made.complete:
             missing.append(made.lines[0].removeprefix("**Missing:** "))
-        rows.append([f"{experiment.title}", f"{sum(wanted[run].state.kind == 'finished' for run in runs)} of {len(runs)}",
+        finished = sum(wanted[run].state.kind == "finished" for run in runs)
+        rows.append([experiment.title, f"{finished} of {len(runs)}" if runs else "none wanted",
                      ", ".join(f"[{file}]({file})" for file in files) if made.complete else "nothing",
                      ", ".join(missing) or "nothing"])
         if len(experiments) == 1:

@@ -80,7 +80,7 @@ class Experiment:
 
     def cells(self, extra: list[str], seeds: list[int] | None = None) -> list[Cell]:
         """Every combination of the grid, for every seed. `extra` are settings, --key=value, of all runs. Raises InputError."""
-        varied = {key for entries in self.grid.values() for entry in entries for key in entry} - {"name", "config"}
+        varied = {key for entries in self.grid.values() for entry in entries for key in entry} - {"name", "config"} - NEUTRAL
         for argument in extra:
             key = argument.removeprefix("--").partition("=")[0]
             if key in varied | {"seed", "out_dir", "init_from"}:
@@ -112,7 +112,7 @@ def _planned(base: list[str], entries: tuple[dict[str, Any], ...], extra: list[s
     if not files:
         raise InputError("no config file: base wants at least one, or an axis gives one in each entry")
     settings = {key: value for entry in entries for key, value in entry.items() if key not in ("name", "config")}
-    arguments = [*files, *extra, *(f"--{key}={value}" for key, value in settings.items()), f"--seed={seed}"]
+    arguments = [*files, *(f"--{key}={value}" for key, value in settings.items()), f"--seed={seed}", *extra]
     config = load(arguments)
     explicit = set(settings) | {argument.removeprefix("--").partition("=")[0] for argument in extra}
     return Planned(_name(files[0], config), arguments, config, explicit)

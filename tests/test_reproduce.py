@@ -126,6 +126,7 @@ def test_settings_and_seeds_for_all_runs(capsys, tmp_path, file):
     assert {cell.run.config.max_iters for cell in cells} == {7} and {cell.run.config.seed for cell in cells} == {5, 6}
     assert "tiny-xsa-n_sink=2-max_iters=7-seed=5" in {cell.run.name for cell in cells}
     assert len({cell.run.name for cell in cells}) == 8
+    assert {cell.run.config.micro_batch_size for cell in planned("fig5", "tiny", ["--micro_batch_size=2"])} == {2}
     many = [f"--{key}={value}" for key, value in (
         ("weight_decay", 0.123456789), ("beta1", 0.87654321), ("beta2", 0.98765432), ("grad_clip", 0.123456789),
         ("dropout", 0.1234), ("rope_base", 12345.678), ("lr_decay_iters", 77777), ("warmup_iters", 12345),
