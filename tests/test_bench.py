@@ -192,8 +192,8 @@ def test_command(tmp_path):
 
 
 @pytest.mark.parametrize("argv, said", [
-    ([], "wanted one of step, tokenize, found none"),
-    (["pace"], "wanted one of step, tokenize, found 'pace'"),
+    ([], "wanted one of step, block, tokenize, found none"),
+    (["pace"], "tokenize, found 'pace'"),
     (["step", "--rounds=1"], "--rounds: wanted at least 2"),
     (["step", "--rounds=x"], "rounds"),
     (["step", "--compare=gpt2"], "wanted nanogpt, xsa or both, found 'gpt2'"),

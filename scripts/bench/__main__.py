@@ -1,9 +1,10 @@
 """Benchmarks, each a module of this folder:
 
     python -m scripts.bench step [config files] [--key=value ...]     an optimizer step: this repository's, NanoGPT's, and XSA's
+    python -m scripts.bench block [config files] [--key=value ...]    a block over sequence length and width (the paper's Fig 2)
     python -m scripts.bench tokenize [--input PATH ...]               documents to shards: data.fineweb's, and two usual ways
 
-`python -m scripts.bench step --help` says what it measures and how.
+`python -m scripts.bench NAME --help` says what it measures and how.
 """
 
 import importlib
@@ -11,7 +12,7 @@ import sys
 
 from command_line import InputError
 
-BENCHMARKS = ("step", "tokenize")
+BENCHMARKS = ("step", "block", "tokenize")
 
 
 def main(argv: list[str]) -> int:

@@ -25,7 +25,7 @@ import math
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -183,10 +183,10 @@ class Arm:
 
     def step(self) -> float:
         """Milliseconds of one optimizer step."""
-        _synchronize(self.device)
+        synchronize(self.device)
         start = time.perf_counter()
         loss = self.run.train_step(self.batches)["loss"]
-        _synchronize(self.device)
+        synchronize(self.device)
         elapsed = 1000 * (time.perf_counter() - start)
         if loss is None or not math.isfinite(loss):
             raise RuntimeError(f"the loss of {self.name} is not finite: what its step costs means nothing")
@@ -195,10 +195,15 @@ class Arm:
 
 def measure_memory(name: str, config: Config) -> int:
     """Peak bytes of one arm's second step, in a process of its own (see the module's docstring)."""
+    return in_fresh_process(_peak_memory, name, config)
+
+
+def in_fresh_process(function: Callable[..., int], *arguments: Any) -> int:
+    """What `function` returns in a new process that gives freed memory back at once."""
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     try:
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            return pool.submit(_peak_memory, name, config).result()
+            return pool.submit(function, *arguments).result()
     finally:
         del os.environ["MALLOC_MMAP_THRESHOLD_"]
 
@@ -212,14 +217,14 @@ def _peak_memory(name: str, config: Config) -> int:
         arm.step()
         return torch.cuda.max_memory_allocated(ranks.device)
     Arm(name, replace(config, **TINY_SHAPE), ranks).step()
-    before = _status("VmRSS")
+    before = process_status("VmRSS")
     arm = Arm(name, config, ranks)
     arm.step()
     arm.step()
-    return _status("VmHWM") - before
+    return process_status("VmHWM") - before
 
 
-def _status(key: str) -> int:
+def process_status(key: str) -> int:
     """Bytes. Not getrusage: its maximum has the parent's memory in it, from between fork and exec."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line for line in lines if line.startswith(key + ":")).split()[1])
@@ -247,26 +252,32 @@ def measure_time(names: list[str], config: Config, rounds: int) -> dict[str, lis
 def estimate_minutes(config: Config, n_arms: int, rounds: int, device: torch.device) -> float:
     """How long it will take, roughly: a step is taken to run at half of the speed that a matrix product has here, a process to
     start in five seconds, and a compilation to take forty (it is done twice, the second time from the compiler's cache)."""
+    compiled = config.compile or (config.compile is None and device.type == "cuda")
+    flops = flops_per_token(config) * config.global_batch_size * config.block_size
+    step_s = flops / (0.5 * matrix_product_speed(config, device))
+    return n_arms * ((2 + WARM_UP_ROUNDS + rounds) * step_s + 5 + 60 * compiled) / 60
+
+
+def matrix_product_speed(config: Config, device: torch.device) -> float:
+    """FLOP/s of a large matrix product in config's dtype, the best of five."""
     size = 8192 if device.type == "cuda" else 1024
     a = torch.randn(size, size, device=device, dtype=autocast_dtype(config.dtype, device) or torch.float32)
     seconds = math.inf
     for _ in range(5):
-        _synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         a @ a
-        _synchronize(device)
+        synchronize(device)
         seconds = min(seconds, time.perf_counter() - start)
-    compiled = config.compile or (config.compile is None and device.type == "cuda")
-    step_s = _flops_per_token(config) * config.global_batch_size * config.block_size / (size**3 / seconds)
-    return n_arms * ((2 + WARM_UP_ROUNDS + rounds) * step_s + 5 + 60 * compiled) / 60
+    return 2 * size**3 / seconds
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def _flops_per_token(config: Config) -> int:
+def flops_per_token(config: Config) -> int:
     with torch.device("meta"):
         return GPT(config.model_config()).flops_per_token()
 
@@ -283,7 +294,7 @@ def summarize(times: dict[str, list[float]], memory: dict[str, int], config: Con
         rate = config.global_batch_size * config.block_size / median * 1000
         arms[name] = {
             "step_ms": ms, "step_ms_quartiles": [low, median, high], "tokens_per_s": rate,
-            "mfu": rate * _flops_per_token(config) / peak if peak else None, "peak_memory_bytes": memory[name],
+            "mfu": rate * flops_per_token(config) / peak if peak else None, "peak_memory_bytes": memory[name],
         }
     for a, b in PAIRS:
         if a in times and b in times:
