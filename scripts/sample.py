@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,18 +31,23 @@ class Source:
     tokenizer: Tokenizer
 
 
-def open_source(place: Path, tokenizer: str | None, device: torch.device) -> Source:
-    """The checkpoint file `place`, or the newest of the run folder `place`. Raises InputError."""
+def open_checkpoint(place: Path, device: str | torch.device = "cpu") -> tuple[Path, GPT, dict[str, Any]]:
+    """The checkpoint file `place`, or the newest of the run folder `place`: its path, its model in eval mode, and its state, with
+    tensors mapped from the file. Raises InputError."""
     path = checkpoint.latest(place) if place.is_dir() else place
     if path is None:
         raise InputError(f"{place} holds no checkpoint (ckpt_*.pt)")
     try:
-        model = GPT.from_checkpoint(path, device)
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return path, GPT.from_checkpoint(path, device), torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except OSError as error:
         raise InputError(f"checkpoint {path} cannot be read: {error.strerror or error}") from None
     except ValueError as error:
         raise InputError(" ".join(str(error).split())) from None
+
+
+def open_source(place: Path, tokenizer: str | None, device: torch.device) -> Source:
+    """A checkpoint as `open_checkpoint` takes it, with the tokenizer of its data. Raises InputError."""
+    path, model, state = open_checkpoint(place, device)
     name = tokenizer or state.get("data", {}).get("tokenizer")
     if name is None:
         raise InputError(f"{path} does not say which tokenizer its data has; give --tokenizer={'|'.join(NAMES)}")
