@@ -65,6 +65,10 @@ def cut(command: str) -> str:
         return f"{command} --max_new_tokens=20"
     if "bench tokenize" in command:
         return f"{command} --rounds=2 --megabytes=2"
+    if "scripts.bench block" in command:
+        return f"{command} --rounds=2 --n_head=4 --n_embd=64 --block_size=16 --lengths=16 --widths=64 --micro_batch_size=2"
+    if "eval.bias" in command:
+        return f"{command} --sequences=16"
     if "scripts.bench" in command:
         return f"{command} --rounds=2 --n_layer=1 --n_head=4 --n_embd=64 --block_size=64 --vocab_size=500 --eval_tokens=640"
     if "gpu_check.sh" in command:
@@ -115,7 +119,8 @@ def test_every_command_runs(clone, environment):
         result = subprocess.run(["bash", "-c", cut(command)], cwd=clone, env=environment, text=True, timeout=600,
                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         assert result.returncode == 0, f"{command}\n{cut(command)}\n{result.stdout[-3000:]}"
-    for name in ("quickstart/comparison.png", "quickstart/comparison.md", "1.4b/comparison.png", "1.4b-xsa-sink4/metrics.jsonl"):
+    for name in ("quickstart/comparison.png", "quickstart/comparison.md", "1.4b/comparison.png", "1.4b-xsa-sink4/metrics.jsonl",
+                 "block/block.png", "quickstart/bias/bias.png"):
         assert (clone / "runs" / name).stat().st_size > 0
 
 
