@@ -8,7 +8,6 @@ import math
 import shutil
 import sys
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
@@ -22,7 +21,8 @@ from distributed import Ranks, StopRequest
 from eval import harness
 from eval.harness import HarnessModel, Stopped, load_tasks, score
 from eval.local_data import TASKS
-from model import GPT, Attention, GPTConfig
+from model import GPT, GPTConfig
+from presets import PRESETS
 
 ROOT = Path(__file__).parent.parent
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -140,7 +140,7 @@ def plain(gpt: GPT, context: list[int], ids: list[int]) -> tuple[float, bool]:
     return total, greedy
 
 
-@pytest.mark.parametrize("attention", get_args(Attention))
+@pytest.mark.parametrize("attention", PRESETS)
 @pytest.mark.parametrize("shape", [{}, {"n_kv_head": 2, "n_sink": 3}])
 def test_every_variant_equals_its_definition(attention, shape):
     gpt = model(attention=attention, **shape)
