@@ -23,6 +23,7 @@ from eval.harness import HarnessModel, Stopped, load_tasks, score
 from eval.local_data import TASKS
 from model import GPT, GPTConfig
 from presets import PRESETS
+from tracker import cut_back
 
 ROOT = Path(__file__).parent.parent
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -173,12 +174,11 @@ def test_a_continuation_longer_than_the_model_is_predicted_once_each_id():
 
 @torch.no_grad()
 def test_greedy_is_the_likeliest_id_that_the_tokenizer_has():
-    gpt = model()
-    with torch.no_grad():
-        gpt.wte.weight[257:] = 3 * gpt.wte.weight[:7] + 10  # padding rows that would win
-    lm = HarnessModel(gpt, BYTE, ALONE)
-    start = [10, 20, 30]
+    gpt, start = model(), [10, 20, 30]
     best = gpt.generate(torch.tensor([start]), 6, temperature=0, n_vocab=257)[0, 3:].tolist()
+    gpt.wte.weight[257:263] = 2 * gpt.wte.weight[best]
+    assert (gpt(torch.tensor([[*start, *best[:-1]]]))[0][0, 2:].argmax(-1) >= 257).all()  # padding rows would win
+    lm = HarnessModel(gpt, BYTE, ALONE)
     spoilt = [*best[:-1], (best[-1] + 1) % 257]
     requests = [(("", ""), start, ids) for ids in (best, spoilt, best[:1], [])]
     assert [greedy for _, greedy in lm._loglikelihood_tokens(requests)] == [True, False, True, True]
@@ -385,6 +385,14 @@ def test_a_resumed_run_has_every_line_once(straight, flags, tmp_path, stop):
     assert train.main([*flags, f"--out_dir={out_dir}", "--init_from=resume"]) == 0
     extra = [line for line in curve(out_dir) if line["step"] == stop and line["split"] != "train" and stop % 3]
     assert [line for line in curve(out_dir) if line not in extra] == curve(straight) and len(extra) in (0, 3)
+
+
+def test_an_evaluation_that_a_crash_cut_short_leaves_no_line(straight, tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    shutil.copyfile(straight / "metrics.jsonl", file)
+    cut_back(file, 3, evaluated=False)
+    before = [line for line in curve(straight) if line["step"] < 3 or (line["step"], line["split"]) == (3, "train")]
+    assert curve(tmp_path) == before
 
 
 def test_an_evaluation_that_a_stop_cut_short_is_done_again(straight, flags, tmp_path, monkeypatch):
