@@ -22,6 +22,8 @@ from scripts.runs import Run, read_run
 
 SPLITS = ("train", "val")
 CPU_FLOPS = 1e15  # hours: an evaluation of more than that is not begun on a CPU
+TINY_NOTE = ("At scale tiny, a few minutes of training of models that are thousands of times too small: it shows that the way from "
+             "command to picture works. No difference here says anything of a method.")
 AGREE = 2e-3  # nats between a checkpoint's loss on the validation windows and what its run has logged, for rounding
 
 
@@ -262,7 +264,7 @@ def collect(experiments: dict[str, tuple[Experiment, list[Cell]]], wanted: dict[
         problems = collector.problems()
         called = name if name in names() else experiment.path
         text = [f"# {experiment.title}", "", f"`python -m scripts.reproduce {called} --scale={args.scale}`", "",
-                *problems, *([""] if problems else []), *made.lines]
+                *([TINY_NOTE, ""] if args.scale == "tiny" else []), *problems, *([""] if problems else []), *made.lines]
         save_text("\n".join(text).rstrip() + "\n", args.out / f"{name}.md")
         if stop.signal:
             return failures
