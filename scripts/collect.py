@@ -22,8 +22,8 @@ from scripts.runs import Run, read_run
 
 SPLITS = ("train", "val")
 CPU_FLOPS = 1e15  # hours: an evaluation of more than that is not begun on a CPU
-TINY_NOTE = ("At scale tiny, a few minutes of training of models that are thousands of times too small: it shows that the way from "
-             "command to picture works. No difference here says anything of a method.")
+TINY_NOTE = ("Scale tiny: models thousands of times too small, trained for seconds. It shows that command and picture "
+             "work; no difference here says anything of a method.")
 AGREE = 2e-3  # nats between a checkpoint's loss on the validation windows and what its run has logged, for rounding
 
 
