@@ -6,7 +6,8 @@ Imports nothing heavy, so that a command can refuse its arguments, and a worker 
 
 import argparse
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 # What asks a run to stop: torchrun forwards SIGTERM, SIGINT and SIGHUP to its workers; Slurm sends SIGUSR1 where it is told to.
@@ -37,11 +38,16 @@ class ArgumentParser(argparse.ArgumentParser):
         raise InputError(f"{message} (see --help)")
 
 
+class Stopped(BaseException):
+    """A stop signal came. No Exception, which a library might take for a fault of its own and try again."""
+
+
 class StopRequest:
     """From its creation on, a stop signal is noted in `signal` instead of ending the process."""
 
     def __init__(self) -> None:
         self.signal: str | None = None
+        self._interrupts = False
         self._handlers = {}
         for number in STOP_SIGNALS:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
@@ -50,6 +56,21 @@ class StopRequest:
 
     def _note(self, number: int, frame: object) -> None:
         self.signal = signal.Signals(number).name
+        if self._interrupts:
+            self._interrupts = False  # once: what Stopped unwinds is not disturbed by an impatient second signal
+            raise Stopped
+
+    @contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """In here a stop signal raises Stopped at once, one that came before included: for waiting, and for work that could as
+        well be killed."""
+        self._interrupts = True
+        try:
+            if self.signal:
+                raise Stopped
+            yield
+        finally:
+            self._interrupts = False
 
     def ignore(self) -> None:
         """Once the exit status is known: no further request spoils it. Python takes its own handlers away before it is gone."""

@@ -18,11 +18,12 @@ import numpy as np
 
 from command_line import InputError
 from data import hub
-from data.tokenizer import Tokenizer
+from data.tokenizer import Tokenizer, utf8
 
 SUFFIXES = (".parquet", ".jsonl")
 BATCH_BYTES = 1 << 20  # of text in one task: a third of a second of work, and a few ms of the reading process
 _ROWS_PER_READ = 256
+_SAMPLES = 32
 _RETRY_WAITS_S = (1, 2, 4, 8, 15, 30, 60, 60)
 
 
@@ -41,6 +42,11 @@ class Source:
     identity: str
 
     @property
+    def shown(self) -> str:
+        """The place on one line, for messages and lists."""
+        return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in self.place)
+
+    @property
     def is_remote(self) -> bool:
         return self.place.startswith("hf://")
 
@@ -54,6 +60,9 @@ class Position:
 
     row: int = 0
     byte: int = 0
+
+
+_PASSED = Position(row=-1)  # after a file that is left out as a whole
 
 
 @dataclass(frozen=True)
@@ -71,7 +80,7 @@ class Block:
 @dataclass(frozen=True)
 class Batch:
     """A block, the position after it and the bytes of the file up to there. `unreadable` are rows of the file that were left
-    out because the file is damaged there, each (first row, end, reason)."""
+    out because the file is damaged there, each (first row, end, reason); (0, 0, reason) is the whole file."""
 
     block: Block
     next: Position
@@ -95,11 +104,14 @@ class Result:
 
 
 def local_source(name: str, path: Path) -> Source:
-    """The identity is made from size, beginning and end: a parquet file's index lies there, and the corpus may have terabytes."""
+    """The identity is made from the size and samples, as the corpus may have terabytes: the end, where a parquet file has its
+    index, and places all over the file."""
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with open(path, "rb") as file:
-        digest.update(file.read(1 << 16))
+        for i in range(_SAMPLES):
+            file.seek(size * i // _SAMPLES)
+            digest.update(file.read(4096))
         file.seek(max(0, size - (1 << 16)))
         digest.update(file.read())
     return Source(name, str(path), size, digest.hexdigest())
@@ -123,8 +135,8 @@ def read_batches(
     source: Source, start: Position, text_field: str, *, skip_bad: bool, pause: Callable[[str, float], None]
 ) -> Iterator[Batch]:
     """The file's documents from `start` on. What the network loses is asked for again, after `pause` (what happened, seconds),
-    at growing intervals. DocumentError: the file is damaged (with skip_bad: its row group is left out), or the network stays
-    away."""
+    at growing intervals. DocumentError: the file is damaged (with skip_bad: that row group, or a file that is no parquet at all,
+    is left out), it cannot be had, or the network stays away."""
     waits = iter(_RETRY_WAITS_S)
     read = _read_parquet if source.name.lower().endswith(".parquet") else _read_jsonl
     while True:
@@ -134,39 +146,55 @@ def read_batches(
                 start, waits = batch.next, iter(_RETRY_WAITS_S)
             return
         except Exception as error:
-            if isinstance(error, DocumentError) or not (source.is_remote and hub.is_transient(error)):
+            if not (source.is_remote and hub.is_transient(error)):
+                if hub.is_refusal(error):
+                    raise DocumentError(f"{source.shown}: row {start.row}: cannot be read: {hub.reason(error)}") from error
                 raise
             wait = next(waits, None)
-            reason = f"{source.name}: row {start.row}: {hub.reason(error)}"
+            reason = f"{source.shown}: row {start.row}: {hub.reason(error)}"
             if wait is None:
                 raise DocumentError(f"{reason} (after {len(_RETRY_WAITS_S)} more attempts)") from error
             pause(reason, max(wait, hub.asked_wait(error)))
 
 
 def _open_parquet(source: Source, text_field: str) -> Any:
+    """InputError: pyarrow is missing. DocumentError: not parquet, no such column of strings. Else: the file cannot be had."""
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError:
-        raise InputError(f"{source.name}: reading parquet needs the package pyarrow (pip install datasets brings it)") from None
+        raise InputError(f"{source.shown}: reading parquet needs the package pyarrow (pip install datasets brings it)") from None
     try:
         # Buffering ahead would take the text of the whole file into memory, and on a resumed run fetch what is done.
-        file = pq.ParquetFile(source.open() if source.is_remote else source.place, pre_buffer=False)
+        file = pq.ParquetFile(source.open(), pre_buffer=False)
     except (pa.ArrowException, OSError) as error:
-        if source.is_remote and hub.is_transient(error):
+        if hub.is_refusal(error) or (source.is_remote and hub.is_transient(error)):
             raise
-        raise DocumentError(f"{source.name}: not readable as parquet ({_first_line(error)})") from None
-    schema = file.schema_arrow
-    if text_field not in schema.names:
-        raise DocumentError(f"{source.name}: no column {text_field!r}; it has {', '.join(schema.names)} (--text_field)")
-    kind = schema.field(text_field).type
+        raise DocumentError(f"{source.shown}: not readable as parquet ({_first_line(error)})") from None
+    schema, metadata = file.schema_arrow, file.metadata
+    columns = schema.get_all_field_indices(text_field)
+    if len(columns) != 1:
+        found = f"{len(columns)} columns" if columns else "no column"
+        raise DocumentError(f"{source.shown}: {found} {text_field!r}; it has {', '.join(schema.names)} (--text_field)")
+    kind = schema.field(columns[0]).type
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
-        raise DocumentError(f"{source.name}: column {text_field!r}: wanted strings, found {kind}")
+        raise DocumentError(f"{source.shown}: column {text_field!r}: wanted strings, found {kind}")
+    if metadata.num_rows != sum(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)):
+        raise DocumentError(f"{source.shown}: not readable as parquet (its row groups do not add up to {metadata.num_rows} rows)")
     return file
 
 
 def _read_parquet(source: Source, start: Position, text_field: str, skip_bad: bool) -> Iterator[Batch]:
-    file = _open_parquet(source, text_field)
+    if start == _PASSED:
+        return
+    nothing = Block(b"", np.zeros(0, dtype=np.int64), False, start.row)
+    try:
+        file = _open_parquet(source, text_field)
+    except DocumentError as error:
+        if not skip_bad:
+            raise
+        yield Batch(nothing, _PASSED, source.size, ((0, 0, str(error).removeprefix(f"{source.shown}: ")),))
+        return
     import pyarrow as pa
 
     n_rows = file.metadata.num_rows
@@ -186,17 +214,18 @@ def _read_parquet(source: Source, start: Position, text_field: str, skip_bad: bo
                             yield Batch(block, Position(end), source.size * end // n_rows, unreadable)
                             unreadable = ()
                     row += len(column)
+                if row != end_of_group:
+                    raise pa.ArrowInvalid(f"row group {group} ends at row {row}, not {end_of_group}")
             except (pa.ArrowException, OSError) as error:
-                if source.is_remote and hub.is_transient(error):
+                if hub.is_refusal(error) or (source.is_remote and hub.is_transient(error)):
                     raise
                 row = max(row, start.row)
                 reason = f"not readable as parquet ({_first_line(error)})"
                 if not skip_bad:
-                    raise DocumentError(f"{source.name}: row {row}: {reason}") from None
+                    raise DocumentError(f"{source.shown}: row {row}: {reason}") from None
                 unreadable += ((row, end_of_group, reason),)
         if unreadable:
-            empty = Block(b"", np.zeros(0, dtype=np.int64), False, n_rows)
-            yield Batch(empty, Position(n_rows), source.size, unreadable)
+            yield Batch(nothing, Position(n_rows), source.size, unreadable)
 
 
 def _blocks(column: Any, first_row: int) -> Iterator[Block]:
@@ -218,7 +247,9 @@ def _blocks(column: Any, first_row: int) -> Iterator[Block]:
 
 def _read_jsonl(source: Source, start: Position, text_field: str, skip_bad: bool) -> Iterator[Batch]:
     with source.open() as file:
-        file.seek(start.byte)
+        file.seek(max(0, start.byte - 1))
+        if start.byte and file.read(1) != b"\n":
+            raise DocumentError(f"{source.shown}: line {start.row} does not begin at byte {start.byte}: the file has changed")
         row, byte = start.row, start.byte
         while data := file.read(BATCH_BYTES):
             if not data.endswith(b"\n"):
@@ -271,8 +302,8 @@ def tokenize_batch(block: Block, tokenizer: Tokenizer, text_field: str, val_frac
 
 
 def document_hash(text: str) -> int:
-    """64 bits of a document's text."""
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+    """64 bits of a document's text, as it is tokenized."""
+    return int.from_bytes(hashlib.blake2b(utf8(text), digest_size=8).digest(), "little")
 
 
 def _json_text(line: bytes, row: int, text_field: str) -> str | None:

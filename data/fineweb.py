@@ -14,294 +14,70 @@ its own; the one that finishes last writes meta.json, and until then train.py re
 import argparse
 import fcntl
 import hashlib
-import itertools
 import json
-import multiprocessing
 import os
 import re
 import shutil
-import signal
 import sys
-import threading
-import time
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from command_line import STOP_SIGNALS, ArgumentParser, InputError, StopRequest
+from command_line import ArgumentParser, InputError, Stopped, StopRequest
 from data import hub
-from data.documents import (
-    SUFFIXES,
-    Batch,
-    Block,
-    DocumentError,
-    Position,
-    Result,
-    Source,
-    count_rows,
-    local_source,
-    read_batches,
-    tokenize_batch,
-)
+from data.documents import SUFFIXES, DocumentError, Source, count_rows, local_source
 from data.local import find_input
-from data.pretokenized import download_pretokenized
-from data.shards import DATA_FOLDER, META, SPLITS, UNFINISHED, ShardWriter, begin, read_json, read_meta, write_json, write_meta
-from data.tokenizer import NAMES, Tokenizer, get_tokenizer
+from data.parts import Part, tokenize_part
+from data.pretokenized import LAST_NUMBER, download_pretokenized
+from data.shards import DATA_FOLDER, META, SPLITS, UNFINISHED, begin, open_dataset, read_json, read_meta, write_meta
+from data.tokenizer import NAMES, get_tokenizer
 
 MIN_VAL_DOCUMENTS = 10  # expected; fewer could well be none
-_SAVE_INTERVAL_S = 2.0  # of work that a kill can cost; saving takes some milliseconds, during which the workers go on
-_BATCHES_AHEAD = 8  # per worker: a document of several MB keeps one worker busy for seconds, and the others need not wait
 _TURN = ".fineweb.turn.lock"
-_OURS = re.compile(r"\.fineweb.*\.(lock|progress\.json)|\.meta\.json.*\.tmp")  # of no meaning to anyone else
+_OURS = re.compile(r"\.+(fineweb|meta\.json).*\.(lock|progress\.json|tmp)")  # of no meaning to anyone else
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is done
-
-
-@dataclass
-class Progress:
-    """A rank's state on the disk. File `file` is read up to `position`; everything before it is in the shards."""
-
-    file: int = 0
-    position: Position = field(default_factory=Position)
-    writers: dict[str, dict[str, Any]] | None = None  # of ShardWriter.save, by split
-    documents: int = 0
-    empty: int = 0
-    skipped: int = 0
-    skipped_bytes: int = 0  # of the list of what was left out
-    finished: bool = False
-
-
-class Part:
-    """What one rank makes in the folder: its shards, the list of what it left out, and until all is merged its progress."""
-
-    def __init__(self, out: Path, rank: int, world: int) -> None:
-        self.out, self.rank, self.world = out, rank, world
-        self.name = "fineweb" if world == 1 else f"fineweb-{rank:0{len(str(world - 1))}d}"
-        self.skipped = out / f"{self.name}_skipped.txt"
-        self._progress, self._lock = out / f".{self.name}.progress.json", out / f".{self.name}.lock"
-
-    def load(self) -> Progress | None:
-        """None where nothing was saved yet. InputError: a damaged file."""
-        try:
-            saved = json.loads(self._progress.read_text(encoding="utf-8"))
-            return Progress(**saved | {"position": Position(**saved["position"])})
-        except FileNotFoundError:
-            return None
-        except (ValueError, TypeError, KeyError) as error:
-            raise InputError(f"{self._progress}: damaged ({error}); remove {self.out} and start again") from None
-
-    def save(self, progress: Progress) -> None:
-        write_json(self._progress, asdict(progress))
-
-    def lock(self) -> int:
-        """Until the process ends, or what is returned is closed. InputError: another process is at work on this part."""
-        handle = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(handle)
-            raise InputError(f"--out: {self.out}: another process is at work on {self.name}") from None
-        except OSError:
-            pass  # a file system without locks
-        return handle
-
-    def forget(self) -> None:
-        """Remove what is of no use once meta.json is there."""
-        self._progress.unlink(missing_ok=True)
-        self._lock.unlink(missing_ok=True)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Work in parallel
-
-
-_tokenizer: Tokenizer | None = None  # of a worker process
-
-
-def _start_worker(tokenizer_name: str) -> None:
-    """The parent alone answers stop signals; when it is gone, however it went, so is the worker."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-
-    def watch() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-    global _tokenizer
-    _tokenizer = get_tokenizer(tokenizer_name)
-
-
-def _work(block: Block, text_field: str, val_fraction: float) -> Result:
-    return tokenize_batch(block, _tokenizer, text_field, val_fraction)
-
-
-def tokenize_in_order(
-    batches: Iterator[tuple[int, Batch]], n_workers: int, arguments: dict[str, Any]
-) -> Iterator[tuple[int, Batch, Result]]:
-    """(number of the file, batch, result) in the order of `batches`, tokenized by n_workers processes."""
-    others = set(multiprocessing.active_children())
-    context = multiprocessing.get_context("spawn")  # a fork would copy the threads' locks of whatever was imported
-    pool = ProcessPoolExecutor(n_workers, context, _start_worker, (arguments["tokenizer"],))
-    waiting: deque[tuple[int, Batch, Future]] = deque()
-    try:
-        for file, batch in batches:
-            future = pool.submit(_work, batch.block, arguments["text_field"], arguments["val_fraction"])
-            waiting.append((file, batch, future))
-            if len(waiting) >= _BATCHES_AHEAD * n_workers:
-                file, batch, future = waiting.popleft()
-                yield file, batch, future.result()
-        while waiting:
-            file, batch, future = waiting.popleft()
-            yield file, batch, future.result()
-    finally:
-        if waiting:  # given up on: nobody wants what the workers are at
-            for process in set(multiprocessing.active_children()) - others:
-                process.kill()
-        pool.shutdown(cancel_futures=True)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The command
-
-
-class _Stopped(Exception):
-    """Asked to stop while waiting for the network."""
-
-
-def tokenize_part(
-    part: Part, sources: list[Source], arguments: dict[str, Any], n_workers: int, skip_bad: bool, stop: StopRequest
-) -> bool:
-    """Make the shards of one rank's files, from where it was left. False: asked to stop, with everything saved.
-    DocumentError, OSError: what is saved stays."""
-    progress = part.load() or Progress()
-    if progress.finished:
+def merge(out: Path, note: dict[str, Any]) -> bool:
+    """Write meta.json once every rank is finished. False: some are not, and it says which. One rank at a time may call it."""
+    parts = [Part(out, rank, note["arguments"]["world"]) for rank in range(note["arguments"]["world"])]
+    if (out / META).exists():  # another rank was finished at the same time, and faster
         return True
-    eot = get_tokenizer(arguments["tokenizer"]).eot
-    starts = [0, *itertools.accumulate(source.size for source in sources)]
-    with (
-        tqdm(total=starts[-1], initial=starts[progress.file], desc=part.name, unit="B", unit_scale=True, mininterval=1) as bar,
-        ShardWriter(part.out, part.name, "train", eot=eot, shard_tokens=arguments["shard_tokens"]) as train,
-        ShardWriter(part.out, part.name, "val", eot=eot, shard_tokens=arguments["shard_tokens"]) as val,
-        open(part.skipped, "ab") as skipped,
-    ):
-        writers = {"train": train, "val": val}
-        for split in SPLITS if progress.writers else ():
-            writers[split].resume(progress.writers[split])
-        skipped.truncate(progress.skipped_bytes)
-        skipped.seek(0, os.SEEK_END)
-        started = saved = time.perf_counter()
-        tokens_before = train.n_tokens + val.n_tokens
-
-        def pause(reason: str, seconds: float) -> None:
-            bar.write(f"{reason}; next attempt in {seconds:.0f} s", file=sys.stderr)
-            end = time.monotonic() + seconds
-            while time.monotonic() < end:
-                if stop.signal:
-                    raise _Stopped
-                time.sleep(0.1)
-
-        def batches() -> Iterator[tuple[int, Batch]]:
-            for number in range(progress.file, len(sources)):
-                start = progress.position if number == progress.file else Position()
-                for batch in read_batches(sources[number], start, arguments["text_field"], skip_bad=skip_bad, pause=pause):
-                    yield number, batch
-
-        def leave_out(name: str, first: int, end: int, reason: str) -> None:
-            if not skip_bad:
-                raise DocumentError(f"{name}: row {first}: {reason}; --skip_bad leaves such documents out")
-            rows = f"row {first}" if end == first + 1 else f"rows {first} to {end - 1}"
-            skipped.write(f"{name}: {rows}: {reason}\n".encode("utf-8", "backslashreplace"))
-            progress.skipped += end - first
-
-        def take(number: int, batch: Batch, result: Result) -> None:
-            for first, end, reason in batch.unreadable:
-                leave_out(sources[number].name, first, end, reason)
-            for row, reason in result.bad:
-                leave_out(sources[number].name, row, row + 1, reason)
-            for split in SPLITS:
-                writers[split].write(result.tokens[split])
-            progress.documents += result.n_documents
-            progress.empty += result.n_empty
-            progress.file, progress.position = number, batch.next
-            tokens = train.n_tokens + val.n_tokens
-            rate = (tokens - tokens_before) / (time.perf_counter() - started)
-            bar.set_postfix_str(f"{progress.documents:,} documents, {tokens:,} tokens, {rate:,.0f} tokens/s", refresh=False)
-            bar.update(starts[number] + batch.bytes_done - bar.n)
-
-        def save() -> None:
-            nonlocal saved
-            progress.writers = {split: writers[split].save() for split in SPLITS}
-            skipped.flush()
-            os.fsync(skipped.fileno())
-            progress.skipped_bytes = skipped.tell()
-            part.save(progress)
-            saved = time.perf_counter()
-
-        with closing(tokenize_in_order(batches(), n_workers, arguments)) as results:
-            try:
-                for number, batch, result in results:
-                    take(number, batch, result)
-                    if stop.signal:
-                        raise _Stopped
-                    if time.perf_counter() - saved > _SAVE_INTERVAL_S:
-                        save()
-            except _Stopped:
-                save()
-                return False
-            except (DocumentError, BrokenProcessPool):
-                save()
-                if stop.signal:  # a signal to the whole process group ends workers that have not begun to ignore it
-                    return False
-                raise
-        train.close()
-        val.close()
-        progress.finished = True
-        save()
-    if not progress.skipped:
-        part.skipped.unlink()
+    progress = [part.load() for part in parts]
+    if missing := [part.rank for part, done in zip(parts, progress, strict=True) if not (done and done.finished)]:
+        print(f"{len(parts) - len(missing)} of {len(parts)} ranks are finished; still to do: {', '.join(map(str, missing))}")
+        return False
+    splits = {split: [shard for done in progress for shard in done.writers[split]["shards"]] for split in SPLITS}
+    for split in SPLITS:
+        if not splits[split]:
+            raise DocumentError(f"no document for {split}: val_fraction is {note['arguments']['val_fraction']}")
+    tokenizer = get_tokenizer(note["arguments"]["tokenizer"])
+    counts = {key: sum(getattr(done, key) for done in progress) for key in ("documents", "empty", "skipped", "skipped_files")}
+    source = {key: value for key, value in note["source"].items() if key != "list"}
+    write_meta(out, tokenizer=tokenizer.name, vocab_size=tokenizer.vocab_size, eot=tokenizer.eot, splits=splits,
+               split_by="hash", source=source, arguments=note["arguments"], counts=counts)
     return True
 
 
-def merge(out: Path, note: dict[str, Any]) -> None:
-    """Write meta.json once every rank is finished; before, say which are not. One rank at a time may call it."""
-    parts = [Part(out, rank, note["arguments"]["world"]) for rank in range(note["arguments"]["world"])]
-    if not (out / META).exists():  # else another rank was finished at the same time, and faster
-        progress = [part.load() for part in parts]
-        if missing := [part.rank for part, done in zip(parts, progress, strict=True) if not (done and done.finished)]:
-            print(f"{len(parts) - len(missing)} of {len(parts)} ranks are finished; still to do: {', '.join(map(str, missing))}")
-            return
-        splits = {split: [s for done in progress for s in done.writers[split]["shards"]] for split in SPLITS}
-        for split in SPLITS:
-            if not splits[split]:
-                raise DocumentError(f"no document for {split}: val_fraction is {note['arguments']['val_fraction']}")
-        tokenizer = get_tokenizer(note["arguments"]["tokenizer"])
-        counts = {key: sum(getattr(done, key) for done in progress) for key in ("documents", "empty", "skipped")}
-        source = {key: value for key, value in note["source"].items() if key != "list"}
-        write_meta(out, tokenizer=tokenizer.name, vocab_size=tokenizer.vocab_size, eot=tokenizer.eot, splits=splits,
-                   split_by="hash", source=source, arguments=note["arguments"], counts=counts)
-    for part in parts:
-        part.forget()
-    _summarize(out)
+def clean(out: Path) -> None:
+    """Remove what is of no use once meta.json is there, be it left by a kill at the very end."""
+    for path in out.iterdir():
+        empty_list = path.name.endswith("_skipped.txt") and path.stat().st_size == 0
+        if _OURS.fullmatch(path.name) or path.name == UNFINISHED or empty_list:
+            path.unlink(missing_ok=True)
 
 
 def _summarize(out: Path) -> None:
     meta = read_meta(out)
     counts, shard_tokens = meta["counts"], meta["arguments"]["shard_tokens"]
     print(f"{counts['documents']:,} documents, {counts['empty']:,} empty ones left out")
-    if counts["skipped"]:
+    if counts["skipped"] or counts["skipped_files"]:
+        files = f" and {counts['skipped_files']:,} files" if counts["skipped_files"] else ""
         where = ", ".join(path.name for path in sorted(out.glob("*_skipped.txt")))
-        print(f"{counts['skipped']:,} documents could not be read and were left out: {where}")
+        print(f"{counts['skipped']:,} documents{files} could not be read and were left out: {where}")
     for split, shards in meta["splits"].items():
         tokens, documents = (sum(shard[key] for shard in shards) for key in ("tokens", "documents"))
         short = [f"{shard['tokens']:,}" for shard in shards if shard["tokens"] < shard_tokens]
@@ -321,10 +97,12 @@ def _find_sources(inputs: list[str], text_field: str, val_fraction: float, skip_
         except InputError:
             if not skip_bad:
                 raise
+    if not n_rows:
+        raise InputError(f"--input: {' '.join(inputs)}: no documents")
     if val_fraction * n_rows < MIN_VAL_DOCUMENTS:
         raise InputError(
             f"--val_fraction: {val_fraction} of about {n_rows:,} documents are {val_fraction * n_rows:.2g}: wanted at least "
-            f"{MIN_VAL_DOCUMENTS}, such as with --val_fraction={MIN_VAL_DOCUMENTS / max(n_rows, 2 * MIN_VAL_DOCUMENTS):.2g}"
+            f"{MIN_VAL_DOCUMENTS}" + (f", as by --val_fraction={MIN_VAL_DOCUMENTS / n_rows:.2g}" if n_rows > 20 else "")
         )
     return sources
 
@@ -333,17 +111,36 @@ def _digest(sources: list[Source]) -> str:
     return hashlib.sha256(json.dumps([[source.name, source.size, source.identity] for source in sources]).encode()).hexdigest()
 
 
-def _agree(out: Path, what: str, arguments: dict[str, Any], sources: list[Source] | None) -> dict[str, Any] | None:
-    """The note of the run that made or is making `out`, None where nothing is there. InputError: it is another one."""
+def _read_note(out: Path) -> dict[str, Any] | None:
+    """What the run that made `out` or is making it says of itself, None where nothing is there.
+
+    Other ranks may be at work. They make the mark before anything else, and meta.json before the mark goes: so what is there is
+    listed first, and the mark looked for before meta.json."""
     if out.exists() and not out.is_dir():
         raise InputError(f"--out: {out}: is a file, wanted a folder")
-    if (out / META).exists():
-        note = read_meta(out)
-    elif (out / UNFINISHED).exists():
-        note = read_json(out / UNFINISHED)
-    elif out.exists() and any(not _OURS.fullmatch(path.name) for path in out.iterdir()):
-        raise InputError(f"--out: {out}: holds other files; name a new or an empty folder")
-    else:
+    foreign = [path.name for path in out.iterdir() if not _OURS.fullmatch(path.name)] if out.exists() else []
+    unfinished, finished = (out / UNFINISHED).exists(), (out / META).exists()
+    if unfinished and not finished:
+        try:
+            note = read_json(out / UNFINISHED)
+        except InputError:
+            if not (out / META).exists():
+                raise
+        else:
+            if not (isinstance(note, dict) and isinstance(note.get("source"), dict)):
+                raise InputError(f"{out / UNFINISHED}: is not of this command; remove {out}, or name another folder")
+            return note
+    if unfinished or finished:
+        return read_meta(out)
+    if foreign:
+        raise InputError(f"--out: {out}: holds other files, such as {foreign[0]!r}; name a new or an empty folder")
+    return None
+
+
+def _agree(out: Path, what: str, arguments: dict[str, Any], sources: list[Source] | None) -> dict[str, Any] | None:
+    """The note of the run that made `out` or is making it, None where nothing is there. InputError: it is another one."""
+    note = _read_note(out)
+    if note is None:
         return None
     was, source = note.get("arguments"), note.get("source") or {}
     if was != arguments:
@@ -353,25 +150,25 @@ def _agree(out: Path, what: str, arguments: dict[str, Any], sources: list[Source
     return note
 
 
-def make(own: argparse.Namespace, stop: StopRequest) -> int:
-    """The command but for --pretokenized. Raises InputError."""
+def prepare(own: argparse.Namespace) -> tuple[Part, dict[str, Any], list[Source], int] | None:
+    """The part of this rank, the run's note, this rank's files, and the lock; None where all is done. Raises InputError."""
     out = Path(own.out)
     arguments = {"tokenizer": own.tokenizer, "val_fraction": own.val_fraction, "text_field": own.text_field,
                  "shard_tokens": own.shard_tokens, "world": own.world}
     what = " ".join(own.input) if own.input else own.subset
     sources = _find_sources(own.input, own.text_field, own.val_fraction, own.skip_bad) if own.input else None
     note = _agree(out, what, arguments, sources)
-    part = Part(out, own.rank, own.world)
     if (out / META).exists():
-        for path in out.iterdir():
-            if _OURS.fullmatch(path.name):  # a kill came between meta.json and their removal
-                path.unlink()
+        open_dataset(out.resolve())
+        clean(out)
+        _summarize(out)
         print(f"{out}: made before from this input with these arguments; nothing to do")
-        return 0
+        return None
     found = sources if own.input or note else _hub_sources(own.subset)
     get_tokenizer(own.tokenizer)
     try:
         out.mkdir(parents=True, exist_ok=True)
+        part = Part(out, own.rank, own.world)
         lock = part.lock()
         with _one_at_a_time(out):  # the first says which files, and which revision of them, all read
             note = _agree(out, what, arguments, sources)
@@ -386,19 +183,27 @@ def make(own: argparse.Namespace, stop: StopRequest) -> int:
         raise InputError(f"--out: {out}: cannot be written ({error.strerror})") from None
     if sources is None:  # the revision that the first rank found, and that a run which goes on began with
         sources = [Source(*entry) for entry in note["source"]["list"]]
+    return part, note, sources[own.rank * len(sources) // own.world : (own.rank + 1) * len(sources) // own.world], lock
+
+
+def make(own: argparse.Namespace, stop: StopRequest) -> None:
+    """The command but for --pretokenized. Raises InputError, Stopped, and what tokenize_part does."""
+    with stop.interrupting():
+        prepared = prepare(own)
+    if prepared is None:
+        return
+    part, note, share, lock = prepared
     try:
-        share = sources[own.rank * len(sources) // own.world : (own.rank + 1) * len(sources) // own.world]
         _announce(part, note, share, own)
-        if not tokenize_part(part, share, arguments, own.workers, own.skip_bad, stop):
-            print(f"stopped by {stop.signal}; everything so far is saved, and the same command goes on")
-            return 0
-        with _one_at_a_time(out):
-            merge(out, note)
+        if not tokenize_part(part, share, note["arguments"], own.workers, own.skip_bad, stop):
+            raise Stopped
+        with _one_at_a_time(part.out):
+            merged = merge(part.out, note)
     finally:
         os.close(lock)
-    if (out / META).exists():
-        (out / _TURN).unlink(missing_ok=True)
-    return 0
+    if merged:
+        clean(part.out)
+        _summarize(part.out)
 
 
 @contextmanager
@@ -420,14 +225,25 @@ def _hub_sources(subset: str) -> list[Source]:
 def _announce(part: Part, note: dict[str, Any], share: list[Source], own: argparse.Namespace) -> None:
     source, progress = note["source"], part.load()
     print(f"input: {source['what']}: {source['files']:,} files, {source['bytes']:,} bytes")
+    if others := _others(own.input or []):
+        print(f"not taken: {len(others):,} files of other kinds or without content, such as {others[0]!r}")
     if part.world > 1:
         print(f"rank {part.rank} of {part.world}: {len(share):,} files, {sum(s.size for s in share):,} bytes")
     print(f"tokenizer: {own.tokenizer}, {own.workers} workers; {own.val_fraction:.4%} of the documents for validation")
     print(f"out: {part.out}, {shutil.disk_usage(part.out).free / 1e9:,.0f} GB free; a million tokens take 2 MB")
     if progress and not progress.finished:
-        where = f"{share[progress.file].name} row {progress.position.row}"
+        where = f"{share[progress.file].shown} row {max(0, progress.position.row)}"
         print(f"going on: {progress.documents:,} documents are done, next is {where}")
     sys.stdout.flush()
+
+
+def _others(inputs: list[str]) -> list[str]:
+    """Names in the input folders that are not taken as documents."""
+    found = []
+    for folder in filter(Path.is_dir, map(Path, inputs)):
+        taken = {path for _, path in find_input([str(folder)], SUFFIXES).files}
+        found += [path.name for path in sorted(folder.rglob("*")) if path not in taken and not path.is_dir()]
+    return found
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -443,16 +259,23 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--rank", type=int, help="which of the machines this is, from 0; default: torchrun's, else 0")
     parser.add_argument("--world", type=int, help="how many machines share the work; default: torchrun's, else 1")
     parser.add_argument("--skip_bad", action="store_true", help="leave out, count and list documents that cannot be read")
-    parser.add_argument("--tokenizer", choices=NAMES, default="gpt2", help="default gpt2")
-    parser.add_argument("--val_fraction", type=float, default=0.0005, help="share of the documents (default 0.0005)")
-    parser.add_argument("--text_field", default="text", help="field or column that holds the text (default text)")
-    parser.add_argument("--shard_tokens", type=int, default=100_000_000, help="tokens per shard (default 100000000)")
+    parser.add_argument("--tokenizer", choices=NAMES, help="default gpt2")
+    parser.add_argument("--val_fraction", type=float, help="share of the documents (default 0.0005)")
+    parser.add_argument("--text_field", help="field or column that holds the text (default text)")
+    parser.add_argument("--shard_tokens", type=int, help="tokens per shard (default 100000000)")
     own = parser.parse_args(argv)
-    if sum((bool(own.subset), bool(own.input), own.pretokenized)) > 1:
-        raise InputError("--subset, --input, --pretokenized: wanted one of them, found more")
-    if own.shards and not own.pretokenized:
+    if own.pretokenized:
+        if useless := [key for key, value in vars(own).items() if key not in ("out", "pretokenized", "shards") and value]:
+            raise InputError(f"--{useless[0]}: not with --pretokenized, which takes --out and --shards")
+        return own
+    if own.shards is not None:
         raise InputError("--shards: only with --pretokenized")
-    own.subset = own.subset or "sample-100BT"
+    if own.subset is not None and own.input:
+        raise InputError("--subset, --input: wanted one of them, found both")
+    for key, value in {"subset": "sample-100BT", "tokenizer": "gpt2", "val_fraction": 0.0005, "text_field": "text",
+                       "shard_tokens": 100_000_000}.items():
+        if getattr(own, key) is None:
+            setattr(own, key, value)
     if not 0 < own.val_fraction < 1:
         raise InputError(f"--val_fraction: wanted a number between 0 and 1, found {own.val_fraction}")
     if not 1 <= own.shard_tokens < 2**31:
@@ -460,25 +283,35 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if (own.rank is None) != (own.world is None):
         raise InputError("--rank and --world: wanted both or neither")
     if own.rank is None:
-        own.rank, own.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        own.rank, own.world = _environment("RANK", 0), _environment("WORLD_SIZE", 1)
+    if own.world < 1:
+        raise InputError(f"--world: wanted at least 1, found {own.world}")
     if not 0 <= own.rank < own.world:
         raise InputError(f"--rank: wanted 0 to {own.world - 1} (--world={own.world}), found {own.rank}")
     if own.workers is None:
-        own.workers = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        own.workers = max(1, len(os.sched_getaffinity(0)) // max(1, _environment("LOCAL_WORLD_SIZE", 1)))
     if own.workers < 1:
         raise InputError(f"--workers: wanted at least 1, found {own.workers}")
     return own
 
 
+def _environment(name: str, default: int) -> int:
+    """A whole number of torchrun's environment."""
+    text = os.environ.get(name, str(default))
+    if not re.fullmatch(r"\d{1,9}", text):
+        raise InputError(f"{name} in the environment: wanted a whole number, found {text!r}")
+    return int(text)
+
+
 def _shard_numbers(text: str | None) -> list[int]:
-    """[3, 4, 5, 9] of "3-5,9"; all 1030 of None."""
+    """[3, 4, 5, 9] of "3-5,9"; all 1030 of None. InputError: not such a text, or a number that is no shard's."""
     numbers: set[int] = set()
-    for part in (text or "1-1030").split(","):
-        first, _, last = part.partition("-")
-        try:
-            numbers |= set(range(int(first), int(last or first) + 1))
-        except ValueError:
-            raise InputError(f"--shards: wanted numbers and ranges such as 1-10,20, found {text!r}") from None
+    for part in (f"1-{LAST_NUMBER}" if text is None else text).split(","):
+        match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", part.strip())
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+        if not 1 <= first <= last <= LAST_NUMBER:
+            raise InputError(f"--shards: wanted numbers from 1 to {LAST_NUMBER} and ranges such as 1-10,20, found {text!r}")
+        numbers |= set(range(first, last + 1))
     return sorted(numbers)
 
 
@@ -487,9 +320,14 @@ def main(argv: list[str]) -> int:
     try:
         own = parse(argv)
         if own.pretokenized:
-            download_pretokenized(Path(own.out), _shard_numbers(own.shards))
-            return 0
-        return make(own, stop)
+            with stop.interrupting():
+                download_pretokenized(Path(own.out), _shard_numbers(own.shards))
+        else:
+            make(own, stop)
+        return 0
+    except Stopped:
+        print(f"stopped by {stop.signal}; what is finished is saved, and the same command goes on")
+        return 0
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -508,4 +346,7 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # threads that still wait for the network would hold up the end

@@ -180,6 +180,11 @@ def is_transient(error: BaseException) -> bool:
     return False
 
 
+def is_refusal(error: BaseException) -> bool:
+    """Whether the file could not be had, by the hub's or the operating system's word, which says nothing of what is in it."""
+    return _status(error) is not None or any(isinstance(link, OSError) and link.errno for link in _chain(error))
+
+
 def asked_wait(error: BaseException) -> int:
     """Seconds that the hub asks to wait before the next try, at most 300; 0 where it does not say."""
     for link in _chain(error):

@@ -42,7 +42,7 @@ from data.shards import (
     read_meta,
     write_meta,
 )
-from data.tokenizer import NAMES, Tokenizer, get_tokenizer, split_text
+from data.tokenizer import NAMES, Tokenizer, get_tokenizer, split_text, utf8
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".parquet")
@@ -262,7 +262,7 @@ def tokenize(pieces: Iterable[Piece], tokenizer: Tokenizer, path: Path, progress
                         file.write(eot)
                         lengths.append(1)
                         hashes.append(0)
-                    hasher.update(piece.text.encode("utf-8", "surrogatepass"))
+                    hasher.update(utf8(piece.text))
                     hashes[-1] = int.from_bytes(hasher.digest(), "little")
                     file.write(ids.astype(TOKEN, copy=False).tobytes())
                     lengths[-1] += len(ids)

@@ -8,7 +8,6 @@ was copied by hand needs none of this: train.py reads it as it is.
 
 import fcntl
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -22,7 +21,8 @@ from tqdm import tqdm
 
 from command_line import InputError
 from data.hub import ANSWER_SECONDS, ASK_WAITS, READ_BYTES, TIMEOUT, HubFile, ask, asked_wait, is_transient, open_file, reason
-from data.shards import HEADER_BYTES, MAGIC, META, TOKEN, UNFINISHED, VERSION, begin, read_meta, write_meta
+from data.parts import Part
+from data.shards import HEADER_BYTES, MAGIC, META, TOKEN, UNFINISHED, VERSION, begin, read_json, read_meta, write_meta
 
 REPOSITORY = "kjj0/fineweb100B-gpt2"
 LAST_NUMBER = 1030  # of the train files
@@ -50,15 +50,28 @@ def download_pretokenized(out: Path, numbers: list[int]) -> None:
     wanted = sorted(names, key=lambda name: ("train" in name, name))  # validation first
     done = {name: entry for name, entry in listed.items() if _has_tokens(out / name, entry["tokens"])}
     if all(name in done for name in wanted):
-        print(f"{out}: has these {len(wanted)} files; nothing to do")
+        print(f"{out}: has these {len(wanted)} files; nothing to do (python -m data.shards verify checks every byte)")
         return
     files, source = _list_wanted(wanted, source)
     missing = [name for name in wanted if name not in done]
     _check_space(out, sum(files[name][0].size for name in missing if not (out / name).exists()), missing)
+    part = Part(out, rank=0, world=1)
     try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = part.lock()
         begin(out, {"source": source})
     except OSError as error:
         raise InputError(f"--out: {out}: cannot be written ({error.strerror})") from None
+    try:
+        _download(out, wanted, missing, done, files, source)
+    finally:
+        part.unlock(lock)
+
+
+def _download(
+    out: Path, wanted: list[str], missing: list[str], done: dict[str, dict[str, Any]],
+    files: dict[str, tuple[HubFile, str | None]], source: dict[str, str],
+) -> None:
     total = sum(files[name][0].size for name in missing)
     print(f"{REPOSITORY} at {source['commit']}: {len(missing)} files, {total:,} bytes, to {out}", flush=True)
     with tqdm(total=total, desc="download", unit="B", unit_scale=True, mininterval=1) as progress:
@@ -89,9 +102,11 @@ def _look(out: Path) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     if (out / META).exists():
         meta = read_meta(out)
     elif (out / UNFINISHED).exists():
-        meta = json.loads((out / UNFINISHED).read_text(encoding="utf-8"))
-    source = meta.get("source") or {}
-    if meta and source.get("repo") != REPOSITORY:
+        meta = read_json(out / UNFINISHED)
+    source = meta.get("source") if isinstance(meta, dict) else None
+    if not isinstance(source, dict):
+        source = {}
+    if meta != {} and source.get("repo") != REPOSITORY:
         raise InputError(f"--out: {out}: holds another data set; name a new or an empty folder")
     return {entry["file"]: entry for split in meta.get("splits", {}).values() for entry in split}, source
 

@@ -534,7 +534,7 @@ def main(argv: list[str]) -> int:
     for fault in faults:
         print(f"fault: {fault}", file=sys.stderr)
     if faults:
-        print(f"{folder}: {len(faults)} faults", file=sys.stderr)
+        print(f"{folder}: {len(faults)} fault{'s' if len(faults) > 1 else ''}", file=sys.stderr)
     return 1 if faults else 0
 
 

@@ -70,11 +70,7 @@ class ByteTokenizer(Tokenizer):
     name, vocab_size, eot = "byte", 257, 256
 
     def _encode(self, text: str) -> np.ndarray:
-        try:
-            data = text.encode("utf-8")
-        except UnicodeEncodeError:
-            data = _replace_surrogates(text).encode("utf-8")
-        return np.frombuffer(data, dtype=np.uint8).astype(np.uint16)
+        return np.frombuffer(utf8(text), dtype=np.uint8).astype(np.uint16)
 
     def _decode(self, ids: list[int]) -> bytes:
         return b"".join(EOT_TEXT.encode() if i == self.eot else bytes((i,)) for i in ids)
@@ -150,6 +146,14 @@ def _cut_long_runs(text: str) -> Iterator[str]:
         yield text[start : run.end() - 1]
         start = run.end() - 1
     yield text[start:]
+
+
+def utf8(text: str) -> bytes:
+    """The bytes that a text stands for: its surrogates are replaced as tokenizing replaces them."""
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError:
+        return _replace_surrogates(text).encode("utf-8")
 
 
 def _replace_surrogates(text: str) -> str:

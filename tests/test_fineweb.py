@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import fineweb
-from data.documents import document_hash
+from data import fineweb, parts, shards
+from data.documents import Result, document_hash
+from data.parts import Part
 from data.shards import META, UNFINISHED, open_dataset, read_meta
 from tests.fake_hub import FakeHub, readme
 from tests.test_documents import ODD, damage, words, write_jsonl, write_parquet
@@ -24,9 +25,10 @@ ROOT = Path(__file__).parents[1]
 FRACTION = 0.05
 ARGUMENTS = ["--tokenizer=byte", f"--val_fraction={FRACTION}", "--shard_tokens=5000"]
 # Saves after every batch, and makes small ones, so that a run of a second has hundreds of moments to be interrupted at.
-BUSY = ("import sys, data.fineweb as f, data.documents as d; f._SAVE_INTERVAL_S = 0; d.BATCH_BYTES = 300; d._ROWS_PER_READ = 10; "
-        "sys.exit(f.main(sys.argv[1:]))")
-SLOW = BUSY.replace("sys.exit", "import time; save = f.Part.save; f.Part.save = lambda *a: (save(*a), time.sleep(.01)); sys.exit")
+BUSY = ("import sys, data.fineweb as f, data.parts as p, data.documents as d; p._SAVE_INTERVAL_S = 0; d.BATCH_BYTES = 300; "
+        "d._ROWS_PER_READ = 10; sys.exit(f.main(sys.argv[1:]))")
+SLOW = BUSY.replace("sys", "sys, time", 1).replace(
+    "sys.exit", "save = p.Part.save; p.Part.save = lambda *a: (save(*a), time.sleep(.004)); sys.exit")
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +89,7 @@ def test_streams_are_those_of_a_plain_loop(corpus, straight):
     assert streams(straight) == wanted
     meta = read_meta(straight)
     assert all(shard["tokens"] == 5000 for shards in meta["splits"].values() for shard in shards[:-1])
-    assert meta["split_by"] == "hash" and meta["counts"] == {"documents": 1359, "empty": 1, "skipped": 0}
+    assert meta["split_by"] == "hash" and meta["counts"] == {"documents": 1359, "empty": 1, "skipped": 0, "skipped_files": 0}
     assert not [path for path in straight.iterdir() if path.name.startswith(".") or path.name == UNFINISHED]
 
 
@@ -112,20 +114,20 @@ def test_gpt2_ids_are_those_of_tiktoken(corpus, tmp_path, gpt2_vocabulary):
 
 
 def test_killed_again_and_again(corpus, straight, tmp_path):
-    draw, kills, out = random.Random(5), 0, tmp_path / "set"
-    while True:
+    draw, kills, went_on, out = random.Random(5), 0, 0, tmp_path / "set"
+    killed = True
+    while killed:
         process = start(out, corpus[0], "--workers=2", program=SLOW)
         if kills % 3:  # else it is killed while it starts
             wait_for(process, out)
-        time.sleep(draw.uniform(0.0, 0.7))
-        if process.poll() is not None:
-            break
+        time.sleep(draw.uniform(0.0, 0.9))
+        killed = process.poll() is None
         process.kill()
-        kills += 1
-        finish(process)  # returns once the pipes are closed: no worker outlives its parent
-    code, text, err = finish(process)
+        kills += killed
+        code, text, err = finish(process)  # returns once the pipes are closed: no worker outlives its parent
+        went_on += "going on: " in text
     assert code == 0, err
-    assert kills >= 3 and "going on: " in text
+    assert kills >= 3 and went_on >= 1
     assert content(out) == content(straight)
 
 
@@ -158,8 +160,8 @@ def test_nothing_that_was_saved_is_tokenized_again(corpus, tmp_path):
     wait_for(process, out)
     process.send_signal(signal.SIGTERM)
     finish(process)
-    done = fineweb.Part(out, 0, 1).load()
-    program = BUSY.replace("sys.exit", "g = f.tokenize_in_order; f.tokenize_in_order = lambda b, *a: g(map(lambda x: "
+    done = Part(out, 0, 1).load()
+    program = BUSY.replace("sys.exit", "g = p.tokenize_in_order; p.tokenize_in_order = lambda b, *a: g(map(lambda x: "
                            "(print('batch', x[0], x[1].block.first_row), x)[1], b), *a); sys.exit")
     code, text, _ = finish(start(out, corpus[0], program=program))
     seen = [tuple(map(int, line.split()[1:])) for line in text.splitlines() if line.startswith("batch")]
@@ -191,8 +193,8 @@ def test_ranks_make_one_data_set_in_any_order(corpus, straight, tmp_path, order)
         if n < 3:
             assert f"{n} of 3 ranks are finished" in text
     assert streams(out) == streams(straight)
-    assert finish(start(out, corpus[0], "--rank=1", "--world=3"))[:2] == (0, f"{out}: made before from this input with these "
-                                                                             "arguments; nothing to do\n")
+    code, text, _ = finish(start(out, corpus[0], "--rank=1", "--world=3"))
+    assert code == 0 and "nothing to do" in text
 
 
 def test_ranks_at_the_same_time_by_torchruns_environment(corpus, straight, tmp_path):
@@ -214,14 +216,14 @@ def test_bad_documents_are_named_then_skipped(corpus, tmp_path):
     out = tmp_path / "set"
     for _ in range(2):
         code, _, err = finish(start(out, source))
-        assert code == 1 and last(err) == ("error: a.parquet: row 250: 'text' is null, wanted a string; --skip_bad leaves such "
-                                           "documents out")
+        assert code == 1 and last(err) == (f"error: {source}/a.parquet: row 250: 'text' is null, wanted a string; --skip_bad "
+                                           "leaves such documents out")
     code, text, err = finish(start(out, source, "--skip-bad"))
     assert code == 0, err
     assert "101 documents could not be read and were left out: fineweb_skipped.txt" in text
     lines = (out / "fineweb_skipped.txt").read_text().splitlines()
-    assert lines[0] == "a.parquet: row 250: 'text' is null, wanted a string" and len(lines) == 2
-    assert lines[1].startswith("b.parquet: rows 100 to 199: not readable as parquet")
+    assert lines[0] == f"{source}/a.parquet: row 250: 'text' is null, wanted a string" and len(lines) == 2
+    assert lines[1].startswith(f"{source}/b.parquet: rows 100 to 199: not readable as parquet")
     assert read_meta(out)["counts"]["documents"] == 1200 - 101
 
 
@@ -274,12 +276,14 @@ def test_other_input_or_arguments_are_refused(corpus, straight, tmp_path, capsys
 @pytest.mark.parametrize("more, said", [
     (["--workers=0"], "--workers: wanted at least 1"),
     (["--val_fraction=0"], "--val_fraction: wanted a number between 0 and 1"),
-    (["--val_fraction=0.0005"], "wanted at least 10, such as with --val_fraction=0.0074"),
+    (["--val_fraction=0.0005"], "wanted at least 10, as by --val_fraction=0.0074"),
     (["--shard_tokens=0"], "--shard_tokens"),
     (["--rank=1"], "both or neither"),
     (["--rank=2", "--world=2"], "--rank: wanted 0 to 1"),
     (["--text_field=body"], "no column 'body'"),
     (["--subset=sample-10BT"], "wanted one of them"),
+    (["--rank=0", "--world=0"], "--world: wanted at least 1"),
+    (["--pretokenized"], "not with --pretokenized"),
     (["--shards=1"], "only with --pretokenized"),
     (["--tokenizer=gpt4"], "invalid choice"),
     (["--skip-worse"], "--skip-worse"),
@@ -301,9 +305,9 @@ def test_a_folder_with_other_files_and_a_file_are_refused(corpus, tmp_path, caps
 def test_ids_that_uint16_would_wrap_are_refused(corpus, tmp_path, monkeypatch, capsys):
     def wide(batches, *_):
         for number, batch in batches:
-            yield number, batch, fineweb.Result({"train": np.array([70_000]), "val": np.array([0])})
+            yield number, batch, Result({"train": np.array([70_000]), "val": np.array([0])})
 
-    monkeypatch.setattr(fineweb, "tokenize_in_order", wide)
+    monkeypatch.setattr(parts, "tokenize_in_order", wide)
     assert fineweb.main([f"--out={tmp_path / 'set'}", "--input", str(corpus[0]), *ARGUMENTS]) == 2
     assert "wanted ids 0 to 65535, found 70000" in capsys.readouterr().err
 
@@ -318,9 +322,9 @@ def hub(corpus):
 
 def from_hub(hub: FakeHub, out: Path, *more: str, program: str = BUSY) -> subprocess.Popen:
     # As a file, not with -c: the question to the hub runs in a process of its own, which imports the script again.
-    script = out.parent / "script.py"
-    script.write_text("import sys, data.fineweb as f, data.documents as d, data.hub as h\nif __name__ == '__main__':\n    "
-                      + program.partition("; ")[2] + "\n")
+    script = out.parent / f"script{len(list(out.parent.iterdir()))}.py"
+    imports, _, statements = program.partition("; ")
+    script.write_text(f"{imports}, data.hub as h\nif __name__ == '__main__':\n    {statements}\n")
     command = [sys.executable, script, f"--out={out}", "--subset=sample-10BT", *ARGUMENTS, *more]
     return subprocess.Popen(command, cwd=ROOT, env=os.environ | hub.environment() | {"PYTHONPATH": str(ROOT)},
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -354,7 +358,8 @@ def test_a_run_that_goes_on_reads_the_revision_that_it_began_with(straight, tmp_
 
 def test_ranks_that_begin_together_read_one_revision(straight, tmp_path, hub):
     ranks = [from_hub(hub, tmp_path / "set", f"--rank={rank}", "--world=3", "--workers=1") for rank in range(3)]
-    assert [finish(rank)[0] for rank in ranks] == [0, 0, 0]
+    results = [finish(rank) for rank in ranks]
+    assert [code for code, _, _ in results] == [0, 0, 0], results
     assert streams(tmp_path / "set") == streams(straight)
 
 
@@ -365,7 +370,7 @@ def test_a_network_that_stays_away_loses_nothing(straight, tmp_path, hub):
     wait_for(process, out)
     hub.fault("GET /cdn/", status=503, times=10**6)
     code, _, err = finish(process)
-    assert code == 1 and re.search(r"error: sample/10BT/00\d\.parquet: .*503.*after 2 more attempts", last(err)), err
+    assert code == 1 and re.search(r"error: hf://.*/sample/10BT/00\d\.parquet: .*503.*after 2 more attempts", last(err)), err
     hub.heal()
     code, text, _ = finish(from_hub(hub, out))
     assert code == 0 and "going on: " in text
@@ -379,3 +384,139 @@ def test_an_unknown_subset_and_no_network(tmp_path, hub, monkeypatch):
     code, _, err = finish(from_hub(hub, tmp_path / "set"))
     assert code == 2 and "--input" in last(err)
     assert not (tmp_path / "set").exists()
+
+
+def command(hub: FakeHub, out: Path, *more: str) -> subprocess.Popen:
+    """The command as a person starts it."""
+    return subprocess.Popen([sys.executable, "-m", "data.fineweb", f"--out={out}", *more], cwd=ROOT, text=True,
+                            env=os.environ | hub.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+@pytest.mark.parametrize("match, more", [("/api/", ["--subset=sample-10BT"]), ("GET /cdn/", ["--subset=sample-10BT"]),
+                                         ("/api/", ["--pretokenized"])])
+def test_a_hub_that_does_not_answer_does_not_hold_up_a_stop(tmp_path, hub, match, more):
+    hub.fault(match, wait=20, times=100)
+    process = command(hub, tmp_path / "set", *more, *([] if "--pretokenized" in more else ARGUMENTS))
+    while not any(match.removeprefix("GET ") in request for request in hub.requests):
+        time.sleep(0.01)
+    asked = time.monotonic()
+    process.terminate()
+    code, text, err = finish(process)
+    assert code == 0 and "stopped by SIGTERM" in text, err
+    assert time.monotonic() - asked < 10
+
+
+def test_a_refusal_is_no_damage(straight, tmp_path, hub):
+    """A token that expires, say: nothing may be left out for it, --skip-bad or not."""
+    out = tmp_path / "set"
+    process = from_hub(hub, out, "--skip-bad", program=SLOW)
+    wait_for(process, out)
+    hub.fault("GET /cdn/", status=403, times=10**6)
+    code, _, err = finish(process)
+    assert code == 1 and "private or gated (HTTP status 403)" in last(err), err
+    hub.heal()
+    assert finish(from_hub(hub, out, "--skip-bad"))[0] == 0
+    assert content(out) == content(straight)
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), FileNotFoundError(2, "No such file or directory")])
+def test_a_disk_that_fails_is_no_damage(corpus, tmp_path, monkeypatch, capsys, error):
+    import pyarrow.parquet as pq
+
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", fail)
+    arguments = [f"--out={tmp_path / 'set'}", "--input", str(corpus[0]), "--skip-bad", *ARGUMENTS]
+    assert fineweb.main(arguments) == 1
+    assert f"000.parquet: row 0: cannot be read: {error}" in last(capsys.readouterr().err)
+
+
+def test_files_that_are_no_parquet_are_left_out_as_a_whole(tmp_path, capsys):
+    source, out = tmp_path / "in", tmp_path / "set"
+    source.mkdir()
+    for name in ("a", "b", "c"):
+        write_parquet(source / f"{name}.parquet", words(300, seed=ord(name)))
+    os.truncate(source / "b.parquet", 1000)
+    (source / "notes.txt.gz").write_bytes(b"other")
+    assert fineweb.main([f"--out={out}", "--input", str(source), *ARGUMENTS]) == 2
+    assert "b.parquet: not readable as parquet" in capsys.readouterr().err
+    for _ in range(2):
+        assert fineweb.main([f"--out={out}", "--input", str(source), "--skip-bad", *ARGUMENTS]) == 0
+        text = capsys.readouterr().out
+        assert "0 documents and 1 files could not be read and were left out: fineweb_skipped.txt" in text
+    assert re.fullmatch(rf"{source}/b\.parquet: not readable as parquet \(.*\)\n", (out / "fineweb_skipped.txt").read_text())
+    assert read_meta(out)["counts"]["documents"] == 600
+
+
+def test_every_moment_of_the_end_can_be_killed(corpus, straight, tmp_path):
+    """At each call that changes the folder, once the shards are there."""
+    merging = BUSY.replace("sys.exit", "f.merge = lambda *_: f.os.kill(f.os.getpid(), 9); sys.exit")
+    assert finish(start(tmp_path / "shards", corpus[0], program=merging))[0] == -signal.SIGKILL
+    program = BUSY.replace("sys.exit", """
+import os
+left = [int(sys.argv.pop())]
+def killing(name):
+    real = getattr(os, name)
+    def call(*a, **k):
+        left[0] -= 1
+        if left[0] < 0:
+            os.kill(os.getpid(), 9)
+        return real(*a, **k)
+    setattr(os, name, call)
+for name in ("replace", "unlink", "fsync"):
+    killing(name)
+sys.exit""")
+    for number in range(100):
+        out = tmp_path / str(number)
+        shutil.copytree(tmp_path / "shards", out)
+        code, _, err = finish(start(out, corpus[0], str(number), program=program))
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL, err
+        assert fineweb.main([f"--out={out}", "--input", str(corpus[0]), *ARGUMENTS]) == 0
+        assert content(out) == content(straight), number
+    assert number > 6
+
+
+def test_a_finished_folder_with_a_shard_gone_is_not_called_done(corpus, straight, tmp_path, capsys):
+    out = tmp_path / "set"
+    shutil.copytree(straight, out)
+    (out / "fineweb_train_000003.bin").unlink()
+    assert fineweb.main([f"--out={out}", "--input", str(corpus[0]), *ARGUMENTS]) == 2
+    assert "fineweb_train_000003.bin: missing" in capsys.readouterr().err
+
+
+def test_lone_surrogates_do_not_part_equal_documents(tmp_path):
+    """Different lone surrogates become the same tokens: so they are one document, on one side."""
+    texts = [f"document {i} \\u{code}" for i in range(60) for code in ("d800", "dc00")]
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
+    arguments = ["--input", str(tmp_path / "a.jsonl"), *ARGUMENTS, "--val_fraction=0.3"]
+    assert fineweb.main([f"--out={tmp_path / 'set'}", *arguments]) == 0
+    assert shards.main(["verify", str(tmp_path / "set")]) == 0
+
+
+@pytest.mark.parametrize("name, value", [("RANK", "abc"), ("WORLD_SIZE", "-1"), ("LOCAL_WORLD_SIZE", "2.5")])
+def test_numbers_in_the_environment_are_checked(corpus, tmp_path, monkeypatch, capsys, name, value):
+    monkeypatch.setenv(name, value)
+    assert fineweb.main([f"--out={tmp_path / 'set'}", "--input", str(corpus[0]), *ARGUMENTS]) == 2
+    assert f"{name} in the environment: wanted a whole number, found {value!r}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "1-", "0", "5-3", "1-99999999999", "x", "1031"])
+def test_shard_numbers(tmp_path, capsys, text):
+    assert fineweb.main([f"--out={tmp_path / 'set'}", "--pretokenized", f"--shards={text}"]) == 2
+    assert f"found {text!r}" in capsys.readouterr().err
+    assert fineweb._shard_numbers("3-5, 9") == [3, 4, 5, 9] and len(fineweb._shard_numbers(None)) == 1030
+
+
+def test_names_of_every_kind(tmp_path, capsys):
+    source = tmp_path / "in put"
+    source.mkdir()
+    for name in (b"a\nb.parquet", b"\xff.parquet", "漢.parquet".encode()):
+        write_parquet(tmp_path / "x.parquet", [*words(200, seed=len(name)), None])
+        os.rename(tmp_path / "x.parquet", os.fsencode(source) + b"/" + name)
+    assert fineweb.main([f"--out={tmp_path / 'set'}", "--input", str(source), *ARGUMENTS]) == 1
+    assert len(last(capsys.readouterr().err).splitlines()) == 1
+    assert fineweb.main([f"--out={tmp_path / 'set'}", "--input", str(source), *ARGUMENTS, "--skip-bad"]) == 0
+    assert len((tmp_path / "set" / "fineweb_skipped.txt").read_text().splitlines()) == 3
