@@ -199,7 +199,7 @@ def test_documents_beside_a_missing_shard_are_not_whole(tmp_path: Path, capsys: 
     (tmp_path / "x_train_000001.bin").unlink()  # EOT 1 1 EOT 2 | 2 2 EOT 3 EOT | 4 4 4 4
     assert main(["verify", str(tmp_path)]) == 1
     out, err = capsys.readouterr()
-    assert "x_train_000001.bin: missing" in err and "1 faults" in err
+    assert "x_train_000001.bin: missing" in err and "1 fault" in err
     assert "train: 9 tokens in 2 shards, 2 documents of 3.0 tokens on average (3 to 3, EOT included)" in out
     assert "1 of 3 val documents (3 tokens)" in out
     (tmp_path / "x_train_000002.bin").unlink()
