@@ -29,6 +29,7 @@ KEYS: dict[str, Any] = {
     "best_val_loss": float | None,  # None before the first evaluation
     "bad_steps": int,  # steps skipped for a non-finite loss or gradient
     "bad_steps_in_row": int,
+    "qk_clips": list,  # by layer, how many heads QK-Clip has scaled, a head counted once for each step
     "rng": torch.Tensor,  # torch's global CPU generator; batches and dropout are functions of (seed, step) and need none
     "config": dict,  # every setting
     "data": dict,  # fingerprint, tokenizer and vocabulary size of the data set

@@ -56,6 +56,12 @@ class Ranks:
         dist.all_gather(everyone, mine)
         return torch.stack(everyone).tolist()
 
+    def maximum(self, values: torch.Tensor) -> torch.Tensor:
+        """Everyone's largest, element by element, in place of `values` on this rank's device. All must call it."""
+        if self.world_size > 1:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        return values
+
     def gather_objects(self, value: object) -> list:
         """Everyone's picklable `value`, by rank. All must call it; not for hot paths."""
         if self.world_size == 1:

@@ -164,13 +164,16 @@ class Tracker(Silent):
             sys.stdout = open(os.devnull, "w")  # what is left in the old one's buffer would fail again when Python exits
 
     def log(self, record: dict[str, Any]) -> None:
-        """One line of metrics.jsonl; the same numbers to wandb. NaN and infinity, which JSON does not have, become null."""
-        record = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()}
+        """One line of metrics.jsonl; the same numbers to wandb, those of a list over layers one by one. NaN and infinity, which
+        JSON does not have, become null."""
+        record = {key: list(map(_finite, value)) if isinstance(value, list) else _finite(value) for key, value in record.items()}
         _append(self._metrics, json.dumps(record))
         if self._wandb is not None:
-            split = record["split"]
-            named = {key if key in ("step", "tokens") else f"{split}/{key}": value for key, value in record.items()
-                     if key != "split" and value is not None}
+            split, flat = record.pop("split"), {}
+            for key, value in record.items():
+                name = key if key in ("step", "tokens") else f"{split}/{key}"
+                flat |= {f"{name}/{i}": one for i, one in enumerate(value)} if isinstance(value, list) else {name: value}
+            named = {name: value for name, value in flat.items() if value is not None}
             try:
                 self._wandb.log(named)
             except Exception as error:
@@ -232,6 +235,10 @@ class Tracker(Silent):
             return None
 
 
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _append(file: TextIO, line: str) -> None:
     try:
         file.write(line + "\n")
@@ -250,7 +257,8 @@ def cut_back(path: Path, step: int, evaluated: bool) -> None:
     for line in text.splitlines(keepends=True):
         try:
             record = json.loads(line)
-            late = record["step"] > step or (record["step"] == step and record["split"] != "train" and not evaluated)
+            of_step = record["split"] in ("train", "diagnostics")  # the step's own, written before its evaluation begins
+            late = record["step"] > step or (record["step"] == step and not of_step and not evaluated)
         except (ValueError, KeyError, TypeError):
             continue
         if not late and line.endswith("\n"):

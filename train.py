@@ -27,9 +27,12 @@ from data.loader import Loader, validation_batches
 from data.shards import Dataset, open_dataset
 from data.tokenizer import get_tokenizer
 from distributed import Ranks
+from eval.diagnostics import diagnose
 from eval.local_data import TASKS
 from model import GPT
 from tracker import Clock, Silent, Tracker, device_name, environment, peak_flops, peak_memory_gb
+
+DIAGNOSED_WINDOWS = 4  # of validation, small beside a step
 
 
 class RunError(Exception):
@@ -152,6 +155,9 @@ class Run:
                 bad = metrics["loss"] is None
                 if bad or self.step % config.log_interval == 0 or self.step >= config.max_iters:
                     self._report_step(metrics, clock)
+                if config.diagnostics_interval and self.step % config.diagnostics_interval == 0:
+                    with clock.paused():
+                        self._diagnose()
                 if self.bad_steps_in_row >= config.max_bad_steps:
                     raise RunError(f"{self.bad_step}; max_bad_steps={config.max_bad_steps} reached")
         if at_end and self.evaluated_step == self.step:
@@ -249,6 +255,7 @@ class Run:
         self.model.activation_checkpointing = config.activation_checkpointing
         self.optimizer = configure_optimizer(self.model, config)
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+        self.qk_clips = torch.zeros(config.n_layer, dtype=torch.int64, device=device)  # stays there until someone asks
         if state is not None:
             try:
                 self._restore(state)
@@ -318,7 +325,19 @@ class Run:
             self._count_bad_step(mine, gathered)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        return {"loss": loss if good else None, "lr": lr, "grad_norm": grad_norm if good else None}
+        metrics = {"loss": loss if good else None, "lr": lr, "grad_norm": grad_norm if good else None}
+        if config.qk_clip:
+            metrics["max_logit"] = self._clip_logits(good)
+        return metrics
+
+    def _clip_logits(self, good: bool) -> torch.Tensor | None:
+        """QK-Clip by the largest logits of the step's global batch, whose largest it returns; of a skipped step they are lost."""
+        largest = self.model.take_max_logits()
+        if not good:
+            return None
+        largest = self.ranks.maximum(largest)
+        self.qk_clips += self.model.qk_clip_(largest).sum(1)
+        return largest.max()
 
     def _count_bad_step(self, losses: list[float], gathered: list[list[float]]) -> None:
         """Counts a step that was skipped and says which ranks and windows it was; `losses` are this rank's micro-steps'."""
@@ -385,6 +404,22 @@ class Run:
         if loss is not None and scores is not None:
             self._report_evaluation(loss, scores)
 
+    def _diagnose(self) -> None:
+        """Logs eval.diagnostics of the first validation windows. On rank 0: it waits for no one, and the others soon for it."""
+        if not self.ranks.is_master:
+            return
+        config = self.config
+        x, _ = next(validation_batches(
+            self.data.val, block_size=config.block_size, eval_tokens=config.eval_tokens, micro_batch_size=DIAGNOSED_WINDOWS,
+            rank=0, world_size=1, vocab_size=config.vocab_size, device=self.device,
+        ))
+        with self.autocast():
+            layers = diagnose(self.model, x[:self.eval_windows])
+        by_name = {name: [layer.get(name) for layer in layers] for name in dict.fromkeys(n for one in layers for n in one)}
+        if config.qk_clip:
+            by_name["qk_clips"] = self.qk_clips.tolist()
+        self.tracker.log({"step": self.step, "tokens": self.step * self.tokens_per_step, "split": "diagnostics", **by_name})
+
     def _validation_batches(self, data: Dataset):
         config = self.config
         return validation_batches(
@@ -414,6 +449,7 @@ class Run:
             "best_val_loss": self.best_val_loss,
             "bad_steps": self.bad_steps,
             "bad_steps_in_row": self.bad_steps_in_row,
+            "qk_clips": self.qk_clips.tolist(),
             "rng": torch.get_rng_state(),
             "config": as_dict(self.config),
             "data": {
@@ -433,6 +469,7 @@ class Run:
         self.step = self.saved_step = state["step"]
         self.evaluated_step, self.best_val_loss = state["evaluated_step"], state["best_val_loss"]
         self.bad_steps, self.bad_steps_in_row = state["bad_steps"], state["bad_steps_in_row"]
+        self.qk_clips.copy_(torch.tensor(state["qk_clips"]))
         self.wandb_id = state["wandb_id"]
 
     # --- telling -----------------------------------------------------------------------------------------------------------
@@ -457,11 +494,17 @@ class Run:
             "peak_memory_gb": peak_memory_gb(self.device),
             "bad_steps": self.bad_steps,
         }
+        clipped = ""
+        if "max_logit" in metrics:
+            largest = None if metrics["max_logit"] is None else metrics["max_logit"].item()
+            record |= {"max_logit": largest, "qk_clips": self.qk_clips.sum().item()}
+            shown = "n/a" if largest is None else f"{largest:.1f}"
+            clipped = f", largest logit {shown}, clipped {record['qk_clips']:,} times"
         self.tracker.log(record)
         shown = "n/a" if mfu is None else f"{mfu:.1%}"
         loss, norm = ("skipped" if metrics[key] is None else f"{metrics[key]:.4f}" for key in ("loss", "grad_norm"))
         left = timedelta(seconds=round(seconds * (self.config.max_iters - self.step)))
-        self.tracker.say(f"step {self.step}: loss {loss}, lr {metrics['lr']:.2e}, norm {norm}, {seconds * 1e3:.0f} ms, "
+        self.tracker.say(f"step {self.step}: loss {loss}, lr {metrics['lr']:.2e}, norm {norm}{clipped}, {seconds * 1e3:.0f} ms, "
                          f"{tokens_per_s:,.0f} tokens/s, MFU {shown}, {left} left", often=True)
 
     def _report_evaluation(self, loss: float, scores: dict[str, dict[str, Any]]) -> None:
@@ -482,6 +525,7 @@ class Run:
         rows = {
             "model": f"{config.attention}, {config.n_layer} layers, width {config.n_embd}, {config.n_head} heads of "
                      f"{config.head_dim} ({config.n_kv_head} kv), T {config.block_size}",
+            "attention": self.model.attention_path(self.device),
             "parameters": f"{self.model.num_params():,} outside the embedding, {total:,} in all",
             "data": f"{config.dataset}: {self.data.train.n_tokens:,} train, {self.data.val.n_tokens:,} val tokens, "
                     f"tokenizer {self.data.tokenizer or 'unknown'}, {config.sampling} windows",

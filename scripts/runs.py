@@ -14,7 +14,7 @@ NEUTRAL = {
     "out_dir", "seed", "init_from", "eval_only", "device", "compile", "backend", "dist_timeout", "micro_batch_size",
     "activation_checkpointing", "wandb_log", "wandb_project", "wandb_run_name", "wandb_group", "log_interval", "save_interval",
     "eval_interval", "keep_checkpoints", "milestone_interval", "max_bad_steps", "eval_tasks", "eval_tasks_limit",
-    "eval_tasks_data",
+    "eval_tasks_data", "diagnostics_interval",
 }
 
 
@@ -97,23 +97,22 @@ def _read(path: Path) -> str:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file, without a last one that a crash cut off."""
+    """The lines of a metrics file with the splits train and val, without a last one that a crash cut off."""
     lines = _read(path).split("\n")  # what follows the last line end is empty, or was cut off
     records = []
     for number, line in enumerate(lines[:-1], 1):
         try:
             record = json.loads(line)
             whole = all(type(record[key]) is int for key in ("step", "tokens")) and isinstance(record["split"], str)
+            if whole and record["split"] not in ("train", "val"):
+                continue
             whole = whole and (record["loss"] is None or isinstance(record["loss"], int | float))
         except (ValueError, KeyError, TypeError):
             whole = False
         if not whole:
             raise InputError(f"{path} line {number}: wanted an object with step, tokens, split and loss, found {line[:80]!r}")
-        if record["split"] in ("train", "val"):
-            records.append(record)
+        records.append(record)
     return records
-
-
 
 
 # --- how far a run is -------------------------------------------------------------------------------------------------------

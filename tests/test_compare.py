@@ -187,6 +187,15 @@ def test_a_cut_off_last_line_and_skipped_steps_are_left_out(tmp_path, capsys):
     assert float(column(run(capsys, folder)[1], "sa", "train loss")) == pytest.approx(kept, abs=1e-4)
 
 
+def test_what_a_run_says_beside_its_losses_changes_nothing(tmp_path, capsys):
+    folder = write_run(tmp_path / "sa")
+    whole = run(capsys, folder)[1]
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"step": 100, "tokens": 409600, "split": "diagnostics", "kurtosis": [3.0, null]}\n')
+        file.write('{"step": 100, "tokens": 409600, "split": "eval/piqa", "loss": 1.0, "acc": 0.5}\n')
+    assert run(capsys, folder)[1] == whole
+
+
 def test_smoothing_shifts_no_straight_line():
     tokens = np.arange(100)
     curve = compare.Curve(tokens, np.stack([5 - 0.01 * tokens, 0.02 * tokens]))

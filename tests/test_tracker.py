@@ -38,12 +38,12 @@ def records(folder: Path) -> list[dict]:
 # --- metrics.jsonl -----------------------------------------------------------------------------------------------------------
 
 
-WRITTEN = [line(0, "val"), line(1), line(2), line(2, "val"), line(3), line(4), line(4, "val")]
+WRITTEN = [line(0, "val"), line(1), line(2), line(2, "val"), line(3), line(4), line(4, "diagnostics"), line(4, "val")]
 
 
 @pytest.mark.parametrize("step, evaluated, left", [
-    (0, False, 0), (0, True, 1), (1, False, 2), (2, False, 3), (2, True, 4), (3, True, 5), (4, False, 6), (4, True, 7),
-    (9, False, 7),
+    (0, False, 0), (0, True, 1), (1, False, 2), (2, False, 3), (2, True, 4), (3, True, 5), (4, False, 7), (4, True, 8),
+    (9, False, 8),
 ])
 @pytest.mark.parametrize("torn", [
     "", '{"step": 5, "tokens": 1280, "spl', '{"step": 1, "tokens": 256, "split": "train", "loss": 5}', "{", "\0\0\0\0",
@@ -350,6 +350,17 @@ def test_wandb_gets_names_steps_and_no_nulls(tmp_path, monkeypatch, capsys):
     assert run.logged[0] == {"step": 1, "tokens": 256} | {
         f"train/{key}": value for key, value in TRAIN.items() if key not in ("step", "tokens", "split") and value is not None}
     assert run.logged[3] == {"step": 3, "tokens": 768, "val/loss": 5.0}
+
+
+def test_lists_over_layers_are_strict_json_and_curves_of_wandb(tmp_path, monkeypatch):
+    run = FakeRun()
+    fake_wandb(monkeypatch, lambda **_: run)
+    opened = open_tracker(tmp_path, "--wandb_log=True")
+    opened.log({"step": 2, "tokens": 512, "split": "diagnostics", "kurtosis": [3.0, math.nan, 4.0], "gate_mean": [None, 1.0, 1.0]})
+    opened.close()
+    assert records(tmp_path)[0]["kurtosis"] == [3.0, None, 4.0]
+    assert run.logged == [{"step": 2, "tokens": 512, "diagnostics/kurtosis/0": 3.0, "diagnostics/kurtosis/2": 4.0,
+                           "diagnostics/gate_mean/1": 1.0, "diagnostics/gate_mean/2": 1.0}]
 
 
 # --- wandb itself ------------------------------------------------------------------------------------------------------------
