@@ -102,8 +102,8 @@ class Config(GPTConfig):
         for key in ("global_batch_size", "micro_batch_size", "max_bad_steps", "eval_interval", "eval_tasks_limit",
                     "log_interval", "save_interval", "keep_checkpoints", "dist_timeout"):
             require(getattr(self, key) >= 1, key, "at least 1")
-        for key in ("max_iters", "warmup_iters", "lr_decay_iters", "weight_decay", "grad_clip", "milestone_interval", "diagnostics_interval",
-                    "seed"):
+        for key in ("max_iters", "warmup_iters", "lr_decay_iters", "weight_decay", "grad_clip", "milestone_interval",
+                    "diagnostics_interval", "seed"):
             require(0 <= getattr(self, key) < math.inf, key, "finite and not negative")
         require(self.seed < 2**63, "seed", "below 2**63")
         require(self.max_iters < 10**8, "max_iters", "below 10**8 (a checkpoint's name has 8 digits)")

@@ -34,7 +34,7 @@ def run(out_dir: Path, data: str, *arguments: str) -> Path:
 
 @pytest.mark.parametrize("norm", [True, False])
 def test_a_step_is_adamw_s_and_then_the_clip(dataset, tmp_path, norm):  # noqa: F811
-    """One layer, one head, one step: what was clipped differs from what was not by sqrt(tau / S) in q and k, and in nothing else."""
+    """One layer, one head, one step: the clipped weights differ from the others by sqrt(tau / S) in q and k, and nowhere else."""
     common = ["--n_layer=1", "--n_head=1", "--max_iters=1", f"--qk_norm={norm}", "--init_from=auto"]
     tau = 1.5 if norm else 1e-3
     plain, clipped = (run(tmp_path / str(tau), dataset, *common, f"--qk_clip={tau}") for tau in (0.0, tau))
@@ -84,7 +84,8 @@ def test_logits_of_a_skipped_step_clip_nothing(dataset, tmp_path, monkeypatch): 
 
     monkeypatch.setattr(GPT, "forward", poisoned)
     lines = steps(run(tmp_path / "r", dataset, "--qk_norm=True", "--qk_clip=100", "--max_iters=4"))
-    assert [line["loss"] is None for line in lines] == [line["max_logit"] is None for line in lines] == [False, False, True, False]
+    for key in ("loss", "max_logit"):
+        assert [line[key] is None for line in lines] == [False, False, True, False]
     assert all(line["qk_clips"] == 0 for line in lines) and lines[3]["max_logit"] < 100
 
 

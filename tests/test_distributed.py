@@ -200,6 +200,7 @@ me, found = ranks.rank, {}
 found["place"] = [ranks.rank, ranks.world_size, ranks.is_master, str(ranks.device), dist.get_backend()]
 found["gather"] = ranks.gather([me + 0.1, True, 2**53 - 1 - me, math.inf if me else 0])
 found["nan"] = [math.isnan(value) for (value,) in ranks.gather([math.nan if me else 1.0])]
+found["maximum"] = ranks.maximum(torch.tensor([[1.0, me - 3.0], [-math.inf, 2.0 * me]])).tolist()
 found["objects"] = ranks.gather_objects({"rank": me, "text": "x" * (1 + 1000 * me), "none": None})
 
 def outcome(error):
@@ -281,6 +282,10 @@ def test_gather_is_by_rank_exact_and_the_same_everywhere(two):
         assert found["gather"] == [[0.1, 1.0, 2**53 - 1, 0.0], [1.1, 1.0, 2**53 - 2, float("inf")]]
         assert found["nan"] == [False, True]
         assert found["objects"] == [{"rank": 0, "text": "x", "none": None}, {"rank": 1, "text": "x" * 1001, "none": None}]
+
+
+def test_maximum_is_over_ranks_and_by_element(two):
+    assert all(found["maximum"] == [[1.0, -2.0], [float("-inf"), 2.0]] for found in two)
 
 
 def test_one_rank_s_error_is_raised_by_all(two):

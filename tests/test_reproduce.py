@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from configurator import as_dict, load
+from presets import PRESETS, preset_switches
 from scripts import collect, experiments, launch, reproduce
 from scripts.compare import final_train_loss
 from scripts.runs import read_run, state_of
@@ -70,6 +71,22 @@ def test_the_papers_conditions():
     for name in ("fig1", "fig3", "fig4", "fig5", "fig6", "table2"):
         assert {cell.labels["attention"] for cell in planned(name)} == {"sa", "xsa"}
         assert {cell.run.config.max_iters for cell in planned(name)} == {200_000}
+
+
+def test_gsxa_and_its_parts():
+    """The ablation takes out one part each; the sizes share the paper's runs; every preset is trained."""
+    parts = {"without GQA": "n_kv_head", "without QK norm": "qk_norm", "without QK-Clip": "qk_clip", "without gate": "gate",
+             "without value residual": "value_residual", "without SSMax": "softmax", "without exclusion": "exclusive"}
+    assert set(PRESETS["gsxa"].switches) == set(parts.values())
+    for scale in experiments.SCALES:
+        cells = {cell.labels["variant"]: cell.run.config for cell in planned("ablate_gsxa", scale)}
+        assert set(cells) == {"gsxa", "sa", "xsa", *parts} and next(iter(cells)) == "gsxa"
+        plain = preset_switches(cells["sa"])
+        for name, switch in parts.items():
+            differs = {key for key in plain if getattr(cells[name], key) != getattr(cells["gsxa"], key)}
+            assert differs == {switch} and getattr(cells[name], switch) == plain[switch]
+        assert {cell.run.name for cell in planned("gsxa", scale)} >= {cell.run.name for cell in planned("fig3", scale)}
+        assert {cell.run.config.attention for cell in planned("presets", scale)} == set(PRESETS)
 
 
 @pytest.mark.parametrize("scale, count", [("paper", 26), ("tiny", 36)])

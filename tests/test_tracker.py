@@ -356,7 +356,8 @@ def test_lists_over_layers_are_strict_json_and_curves_of_wandb(tmp_path, monkeyp
     run = FakeRun()
     fake_wandb(monkeypatch, lambda **_: run)
     opened = open_tracker(tmp_path, "--wandb_log=True")
-    opened.log({"step": 2, "tokens": 512, "split": "diagnostics", "kurtosis": [3.0, math.nan, 4.0], "gate_mean": [None, 1.0, 1.0]})
+    at = {"step": 2, "tokens": 512, "split": "diagnostics"}
+    opened.log(at | {"kurtosis": [3.0, math.nan, 4.0], "gate_mean": [None, 1.0, 1.0]})
     opened.close()
     assert records(tmp_path)[0]["kurtosis"] == [3.0, None, 4.0]
     assert run.logged == [{"step": 2, "tokens": 512, "diagnostics/kurtosis/0": 3.0, "diagnostics/kurtosis/2": 4.0,
