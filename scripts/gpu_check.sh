@@ -3,8 +3,10 @@
 # shape (NanoGPT, sa, xsa) and of the 1.4B shape (sa, xsa), compiled, in bf16; then 300 steps of real training at the 124M
 # shape on bytes of local text, stopped by SIGTERM after about 150 steps, continued, and checked.
 #
-#   bash scripts/gpu_check.sh [--out=DIR]          # needs a GPU with 90 GB and requirements.txt's torch, numpy, tqdm
-#   bash scripts/gpu_check.sh --cpu [--out=DIR]    # the same commands at a size for two cores, to check this script
+#   bash scripts/gpu_check.sh [--out=DIR]              # needs a GPU with 90 GB and requirements.txt's torch, numpy, tqdm
+#   bash scripts/gpu_check.sh --presets [--out=DIR]    # in place of that every preset of attention at the 124M shape: compiled,
+#                                                      # compared with its definition, timed beside sa; at most eight minutes
+#   bash scripts/gpu_check.sh --cpu [--presets] [--out=DIR]    # the same commands at a size for two cores, to check this script
 #
 # PYTHON names the interpreter (default python). DIR (default out_gpu_check) must not exist yet; it gets every number as JSON, the
 # run, and results.md, a table for README.md, which is also printed. Exit status: 0 if everything ran and the training is right,
@@ -15,12 +17,14 @@ cd "$here/.."
 python=${PYTHON:-python}
 out=out_gpu_check
 on_cpu=false
+presets=false
 for argument in "$@"; do
     case $argument in
         --cpu) on_cpu=true ;;
+        --presets) presets=true ;;
         --out=?*) out=${argument#--out=} ;;
         *)
-            echo "error: wanted --cpu or --out=DIR, found $argument" >&2
+            echo "error: wanted --cpu, --presets or --out=DIR, found $argument" >&2
             exit 2
             ;;
     esac
@@ -39,12 +43,14 @@ fail() {
 small=(config/gpt2_124m.py --global_batch_size=64 --micro_batch_size=16 --rounds=12)
 large=(config/1.4b.py --global_batch_size=32 --micro_batch_size=8 --rounds=10)
 training=(config/gpt2_124m.py --global_batch_size=32 --micro_batch_size=32 --eval_tokens=262144)
+each=(config/gpt2_124m.py --global_batch_size=16 --micro_batch_size=16 --rounds=8 --minutes=7)
 machine=(--device=cuda --dtype=bfloat16 --compile=True)
 minutes="about six minutes on one H200"
 if $on_cpu; then
     tiny=(--n_layer=2 --n_embd=64 --n_head=2 --head_dim=32 --block_size=64 --vocab_size=512 --global_batch_size=8)
     small+=("${tiny[@]}" --micro_batch_size=4 --rounds=3)
     large+=("${tiny[@]}" --micro_batch_size=4 --rounds=3)
+    each+=("${tiny[@]}" --n_head=8 --head_dim=8 --micro_batch_size=4 --rounds=2)
     training+=("${tiny[@]}" --micro_batch_size=8 --eval_tokens=4096 --learning_rate=3e-3)
     machine=(--device=cpu)
     minutes="sizes cut for a CPU: about a minute"
@@ -53,6 +59,12 @@ elif ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
     exit 2
 fi
 mkdir -p "$out"
+if $presets; then
+    status=0
+    "$python" -m scripts.bench presets "${each[@]}" "${machine[@]}" --json="$out/presets.json" || status=$?
+    cp "$out/presets.json.md" "$out/results.md"
+    exit "$status"
+fi
 echo "two benchmarks and 300 steps of training into $out, $minutes"
 SECONDS=0
 

@@ -199,10 +199,13 @@ def measure_memory(name: str, config: Config) -> int:
 
 
 def in_fresh_process(function: Callable[..., int], *arguments: Any) -> int:
-    """What `function` returns in a new process that gives freed memory back at once."""
+    """What `function` returns in a new process that gives freed memory back at once. It is a copy of one that has this module
+    and its torch loaded and has done nothing yet."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "torch._dynamo"])  # the first optimizer would load it, for seconds
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     try:
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        with ProcessPoolExecutor(1, mp_context=context) as pool:
             return pool.submit(function, *arguments).result()
     finally:
         del os.environ["MALLOC_MMAP_THRESHOLD_"]
