@@ -11,7 +11,11 @@ The command line is train.py's (python train.py --help): config files, then --ke
     --json=FILE    also write every number
 
 The memory is that of a real training step of model.py, rehearsed on tensors that have shapes and no data
-(torch's FakeTensorMode), with blocks as eager mode runs them; what torch.compile keeps may differ.
+(torch's FakeTensorMode), with blocks as eager mode runs them; what torch.compile keeps may differ. FlexAttention is rehearsed as
+the fused attention, which keeps the same but for a copy of the output under sigmoid or sinks; logits that QK-Clip looks at,
+0.5 GB for a moment, are left out.
+
+`python train.py config/1.4b.py --attention=list` sets the presets' weights, FLOPs and KV caches side by side.
 """
 
 import json
@@ -95,6 +99,8 @@ def rehearse(config: Config, micro_batch_size: int, device_type: str = "cuda") -
     fused. The loss is counted too: its logits never leave the operator, or come in chunks of another size."""
     model = _on_meta(replace(config, dropout=0.0))
     model.activation_checkpointing = config.activation_checkpointing
+    if device_type == "cuda" and not config.dropout:
+        _without_flex(model)
     half = config.dtype != "float32"
     weights = FP32 * sum(p.numel() for p in model.parameters())
     tokens = micro_batch_size * config.block_size
@@ -133,6 +139,16 @@ def rehearse(config: Config, micro_batch_size: int, device_type: str = "cuda") -
         loss=head,
         backward=max(0, live.peak - kept - head),
     )
+
+
+def _without_flex(model: GPT) -> None:
+    """Plain attention where a GPU would use FlexAttention, which is not to be had without one."""
+    for block in model.h:
+        attn = block.attn
+        if attn.path(attn.longest, torch.device("cuda")) == "flex":
+            attn.softcap, attn.window = 0.0, 0
+            if attn.softmax in ("sigmoid", "sink"):
+                attn.softmax = "softmax"
 
 
 def _loss_bytes(config: Config, tokens: int, rows: int, half: bool) -> int:
@@ -182,7 +198,8 @@ def cost(config: Config, gpu: str, n_gpus: int, mfu: float) -> dict[str, Any]:
     return {
         "gpu": gpu, "gpu_peak_flops": peak, "n_gpus": n_gpus, "mfu": mfu,
         "n_params": model.num_params(), "n_params_embedding": total - model.num_params(), "n_params_total": total,
-        "flops_per_token": model.flops_per_token(),
+        "flops_per_token": model.flops_per_token(), "kv_cache_bytes_per_token": model.kv_cache_bytes_per_token(),
+        "attention_path": model.attention_path(torch.device("cuda")),
         "tokens_per_step": tokens_per_step, "steps": config.max_iters, "tokens": tokens, "micro_steps": micro_steps,
         "tokens_per_s": flops_per_s / model.flops_per_token(),
         "step_s": model.flops_per_token() * tokens_per_step / flops_per_s,
@@ -313,6 +330,8 @@ def render(plan: dict[str, Any], config: Config) -> str:
         ("model", f"{config.attention}, {config.n_layer} layers, width {config.n_embd}, {heads}, T {config.block_size}, "
                   f"V {config.vocab_size}"),
         ("parameters", f"{plan['n_params']:,} + {embedding} {plan['n_params_embedding']:,} = {plan['n_params_total']:,}"),
+        ("attention", plan["attention_path"]),
+        ("KV cache", f"{plan['kv_cache_bytes_per_token']:,} bytes a token and sequence in decoding, at 2 bytes a number"),
         ("compute", f"{plan['flops_per_token'] / 1e9:.4g} GFLOP per token, forward and backward; attention counted in full"),
         ("step", f"{plan['tokens_per_step']:,} tokens = {plan['n_gpus']} GPUs x {plan['micro_steps']} micro-steps x "
                  f"{config.micro_batch_size} sequences x {config.block_size}"),

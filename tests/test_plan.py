@@ -11,6 +11,7 @@ import torch
 
 from configurator import Config, load
 from model import GPT
+from presets import PRESETS
 from scripts import plan
 
 ROOT = Path(__file__).parents[1]
@@ -51,6 +52,24 @@ def test_activations_are_those_that_autograd_keeps(shape, attention, dtype):
     copies = 0 if config.activation_checkpointing else memory.weight_copies  # there they live in autocast's cache alone
     last_hidden = 4 * 8 * config.block_size * config.n_embd  # held by the forward pass itself
     assert memory.activations + copies == pytest.approx(kept + last_hidden, rel=0.05)
+
+
+@pytest.mark.parametrize("attention", PRESETS)
+def test_activations_of_every_preset(attention):
+    config = Config(**TINY | {"attention": attention, "micro_batch_size": 8})
+    last_hidden = 4 * 8 * config.block_size * config.n_embd
+    kept = kept_for_backward(config, batch=8) + last_hidden
+    assert plan.rehearse(config, 8, "cpu").activations == pytest.approx(kept, rel=0.05)
+
+
+@pytest.mark.parametrize("attention", ["softcap", "sigmoid", "sink", "swa", "gemma2", "gpt_oss"])
+def test_flex_attention_is_rehearsed_as_the_fused_one(attention):
+    """Which keeps q, k, v, the output, and a number for each query and head, and nothing that grows with the square of T."""
+    same = {"sigmoid": "qknorm", "gemma2": "gqa", "gpt_oss": "gqa"}.get(attention, "sa")
+    found, fused = (plan.rehearse(Config(**TINY | {"attention": name}), 8) for name in (attention, same))
+    assert found.activations == fused.activations
+    dropped = plan.rehearse(Config(**TINY | {"attention": "swa", "dropout": 0.1}), 8)  # FlexAttention has no dropout
+    assert dropped.activations > plan.rehearse(Config(**TINY | {"dropout": 0.1}), 8).activations
 
 
 @pytest.mark.parametrize("attention", ["sa", "xsa"])
@@ -157,6 +176,7 @@ def test_table_is_narrow_and_json_has_the_numbers(tmp_path, capsys):
     assert max(map(len, text.splitlines())) <= 100
     numbers = json.loads(out.read_text())
     assert f"{numbers['n_params']:,}" in text
+    assert "fused (SDPA)" in text and f"{2 * 2 * 8 * 128 * 2:,} bytes a token" in text
     assert sum(numbers["memory_bytes"].values()) == numbers["memory_total_bytes"]
     assert numbers["config"]["block_size"] == 16384
     assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
