@@ -14,9 +14,12 @@ from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
+import torch
 
-from configurator import Config
+from configurator import Config, load
 from data.pretokenized import REPOSITORY
+from model import GPT
+from presets import PRESETS
 from tests.fake_hub import FakeHub, readme
 from tests.test_documents import words, write_parquet
 
@@ -47,7 +50,7 @@ def cut(command: str) -> str:
     """The same command at a size for two cores."""
     command = command.replace("--nproc_per_node=8", "--nproc_per_node=2").replace("--nnodes=4", "--nnodes=1")
     if "scripts.reproduce" in command:  # on Fig 1's two runs
-        command = re.sub(r"reproduce (all|fig\d)", "reproduce fig1", command).replace("--n_gpus=32", "--n_gpus=2")
+        command = re.sub(r"reproduce (all|fig\d|presets)", "reproduce fig1", command).replace("--n_gpus=32", "--n_gpus=2")
         if "tiny" in command:
             return f"{command} --max_iters=6 --warmup_iters=2 --eval_tokens=1024"
         return f"{command} {CUT} --n_head=2 --head_dim=32" if "--launch" in command or "--collect" in command else command
@@ -69,6 +72,8 @@ def cut(command: str) -> str:
         return f"{command} --rounds=2 --n_head=4 --n_embd=64 --block_size=16 --lengths=16 --widths=64 --micro_batch_size=2"
     if "eval.bias" in command:
         return f"{command} --sequences=16"
+    if "bench presets" in command:
+        command += " --presets=softcap,gsxa"
     if "scripts.bench" in command:
         return f"{command} --rounds=2 --n_layer=1 --n_head=4 --n_embd=64 --block_size=64 --vocab_size=500 --eval_tokens=640"
     if "gpu_check.sh" in command:
@@ -165,4 +170,69 @@ def settings_table() -> str:
 
 
 def test_settings_table_is_current():
-    assert settings_table() in README
+    table = settings_table()
+    assert table in README, f"README.md wants this table of settings:\n{table}"
+
+
+# Where a preset is plain attention, by a test of tests/test_attention.py, and the public code that it is compared with there.
+PROOFS = {
+    "sa": ("", "Llama"), "xsa": ("", ""), "xsa_learned": ("alpha = 0, its start", ""),
+    "gqa": ("n_kv_head = n_head", "Llama"), "qknorm": ("nowhere", "Qwen3"), "qkclip": ("no logit passes", ""),
+    "resformer": ("mix of 0 and 1", ""), "nope": ("RoPE's angles 0", ""), "rnope": ("RoPE's angles 0", ""),
+    "softcap": ("cap to infinity", "Gemma 2"), "swa": ("window = T", "Gemma 2, gpt-oss"),
+    "ssmax": ("s ln n = 1", ""), "sink": ("logit to -infinity", "gpt-oss"),
+    "sigmoid": ("logits to -infinity, but for the sum", ""), "diff": ("lambda = 0, then normed", "DiffLlama"),
+    "gated": ("W = 0, its start", ""), "gated_element": ("W = 0, its start", ""), "qwen3": ("nowhere", "Qwen3"),
+    "gemma2": ("its parts'", "Gemma 2"), "gpt_oss": ("its parts'", "gpt-oss"), "gsxa": ("its parts'", ""),
+}
+
+
+def methods_rows() -> list[str]:
+    """The README's table of presets at GPT-2's 124M size, but for the last column, which is measured."""
+    def model(name: str) -> GPT:
+        with torch.device("meta"):
+            return GPT(load(["config/gpt2_124m.py", f"--attention={name}"]).model_config())
+
+    def count(gpt: GPT) -> int:
+        return sum(p.numel() for p in gpt.parameters())
+
+    rows, plain = [], model("sa")
+    for name, preset in PRESETS.items():
+        gpt = model(name)
+        switches = ", ".join(f"{key}={getattr(gpt.config, key)}" for key in preset.switches)
+        line = preset.line if preset.paper == "-" else f"[{preset.line}](https://arxiv.org/abs/{preset.paper})"
+        where, code = PROOFS.get(name, ("", ""))
+        rows.append(f"| `{name}` | {preset.stage} | {line} | {f'`{switches}`' if switches else ''} | "
+                    f"{count(gpt) - count(plain):+,} | {where} | {code} | ")
+    return rows
+
+
+def test_methods_table_is_current():
+    rows = methods_rows()
+    missing = [row for row in rows if row not in README]
+    assert not missing, "README.md wants these rows, each with a last cell of what was measured:\n" + "\n".join(missing)
+    assert re.search(r"\|\n" + r"[^|\n]+\|\n".join(map(re.escape, rows)), README), "nothing between them, and in this order"
+
+
+VARIANT = (re.search(r"```diff\n(.*?)```", README, re.S) or ["", ""])[1]
+
+
+def test_the_example_of_a_variant_is_short():
+    changed = [line for line in VARIANT.splitlines() if re.match(r"[+-](?![+-]{2} )", line)]
+    assert 5 < len(changed) < 30
+
+
+@pytest.mark.slow  # runs the tests of attention in a process of its own
+def test_the_example_of_a_variant_works(clone, tmp_path):
+    """As it stands in the README: it applies, and the tests then take the new preset and pass."""
+    copy = tmp_path / "copy"
+    shutil.copytree(clone, copy, ignore=shutil.ignore_patterns("runs", "data/quickstart", "downloads", "out*"))
+    options = {"cwd": copy, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    result = subprocess.run(["git", "apply", "-C1", "-"], input=VARIANT, **options)
+    assert result.returncode == 0, result.stdout
+    name = re.search(r'\+    "(\w+)": Preset', VARIANT)[1]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(copy)}
+    result = subprocess.run([sys.executable, "-m", "pytest", "-q", "-k", f"{name} or presets_name or gsxa_and", "-m", "not slow",
+                             "tests/test_attention.py", "tests/test_presets.py", "tests/test_diagnostics.py",
+                             "tests/test_attention_training.py", "tests/test_reproduce.py"], env=environment, **options)
+    assert result.returncode == 0 and int(re.search(r"(\d+) passed", result.stdout)[1]) > 15, result.stdout

@@ -12,8 +12,12 @@ figure = "final"
 base = ["config/gpt2_124m.py"]
 grid = {
     "attention": [
-        "sa", "xsa", "xsa_learned", "gqa", "qknorm", "qkclip", "resformer", "nope", "rnope", "softcap", "swa", "ssmax", "sink",
-        "sigmoid", "diff", "gated", "gated_element", "qwen3", "gemma2", "gpt_oss", "gsxa",
+        "sa", "xsa", "xsa_learned",
+        "gqa", "qknorm", "qkclip", "resformer", "nope", "rnope",
+        "softcap", "swa",
+        "ssmax", "sink", "sigmoid", "diff",
+        "gated", "gated_element",
+        "qwen3", "gemma2", "gpt_oss", "gsxa",
     ],
     "length": [{"name": "100 steps", "max_iters": 100, "warmup_iters": 20, "eval_interval": 100}],
 }
