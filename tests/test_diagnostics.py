@@ -1,11 +1,13 @@
 """eval/diagnostics.py against models whose attention is known, and against the model's own forward pass."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
-from eval.diagnostics import diagnose
+from eval.diagnostics import diagnose, main, read_diagnostics
 from model import GPT
 from presets import PRESETS, GPTConfig
 
@@ -72,3 +74,35 @@ def test_largest_logit_and_kurtosis_by_definition(attention):
     model(tokens())
     z = (outputs[0] - outputs[0].mean(-1, keepdim=True)) / outputs[0].std(-1, correction=0, keepdim=True)
     assert found["kurtosis"] == pytest.approx((z**4).mean().item(), rel=1e-4)
+
+
+# --- the picture -------------------------------------------------------------------------------------------------------------
+
+
+def write_run(folder: Path, **more) -> Path:
+    folder.mkdir(parents=True)
+    lines = [{"step": 1, "tokens": 4, "split": "train", "loss": 1.0}]
+    lines += [{"step": step, "tokens": 4 * step, "split": "diagnostics", "kurtosis": [3.0, None, step], **more} for step in (2, 4)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 6, "tok')
+    return folder
+
+
+def test_what_was_logged_is_read_and_drawn(tmp_path, capsys):
+    a, b = write_run(tmp_path / "a" / "run"), write_run(tmp_path / "b" / "run", gate_mean=[1.0, 1.0, 1.0])
+    assert read_diagnostics(a) == ([2, 4], {"kurtosis": [[3.0, None, 2], [3.0, None, 4]]})
+    assert main([str(a)]) == 0 and (a / "diagnostics.png").read_bytes().startswith(b"\x89PNG")
+    assert main([str(a), str(b), f"--out={tmp_path / 'two.png'}"]) == 0
+    assert (tmp_path / "two.png").stat().st_size > (a / "diagnostics.png").stat().st_size
+    assert f"written: {tmp_path / 'two.png'}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text, said", [
+    (None, "cannot be read"), ("[]\n", "not the metrics file"), ("{\n", "not the metrics file"),
+    ('{"step": 1, "split": "train"}\n', "--diagnostics_interval"),
+])
+def test_runs_without_diagnostics_are_named(tmp_path, text, said, capsys):
+    if text is not None:
+        (tmp_path / "metrics.jsonl").write_text(text)
+    assert main([str(tmp_path)]) == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "diagnostics.png").exists()
+    assert main([str(write_run(tmp_path / "r")), "--out=no/such/folder.png"]) == 2

@@ -55,7 +55,7 @@ def cut(command: str) -> str:
             return f"{command} --max_iters=6 --warmup_iters=2 --eval_tokens=1024"
         return f"{command} {CUT} --n_head=2 --head_dim=32" if "--launch" in command or "--collect" in command else command
     if "train.py" in command:
-        return f"{command} {CUT}"
+        return f"{command.replace('diagnostics_interval=100', 'diagnostics_interval=2')} {CUT}"
     if "eval.local_data" in command:
         return f'{command} --help && python -c "{TASK_ITEMS}"'
     if "eval.tasks" in command:
