@@ -82,7 +82,7 @@ def test_largest_logit_and_kurtosis_by_definition(attention):
 def write_run(folder: Path, **more) -> Path:
     folder.mkdir(parents=True)
     lines = [{"step": 1, "tokens": 4, "split": "train", "loss": 1.0}]
-    lines += [{"step": step, "tokens": 4 * step, "split": "diagnostics", "kurtosis": [3.0, None, step], **more} for step in (2, 4)]
+    lines += [{"step": step, "split": "diagnostics", "kurtosis": [3.0, None, step], **more} for step in (2, 4)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 6, "tok')
     return folder
 
