@@ -106,6 +106,8 @@ def test_diagnostics_are_logged_and_change_nothing(dataset, tmp_path, attention)
     assert all(len(m[name]) == 2 and None not in m[name] for m in found for name in names)
     assert found[0]["kurtosis"] != found[1]["kurtosis"]
     assert read_run(with_them).train == read_run(without).train
+    path = {"gsxa": "fused (SDPA)", "softcap": "explicit, some rows at a time"}[attention]
+    assert (with_them / "log.txt").read_text().count(f"  attention  {path}\n") == 1
 
 
 def test_diagnostics_read_the_first_validation_windows_whatever_the_batch(dataset, tmp_path):  # noqa: F811
