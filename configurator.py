@@ -55,6 +55,8 @@ class Config(GPTConfig):
     beta2: Annotated[float, "AdamW"] = 0.95
     grad_clip: Annotated[float, "largest gradient norm; 0: no clipping"] = 1.0
     max_bad_steps: Annotated[int, "stop after so many steps in a row with a non-finite loss or gradient; each is skipped"] = 10
+    skip_spikes: Annotated[float, "after warm-up skip a step whose loss or gradient norm lies more than so many standard "
+                           "deviations above the mean of the last 128 steps, at most 10 in a row; 0: off"] = 0.0
 
     # evaluation, logging, checkpoints
     eval_interval: Annotated[int, "steps between evaluations; there is always one at the start and one at the end"] = 1_000
@@ -81,6 +83,7 @@ class Config(GPTConfig):
     compile: Annotated[bool | None, "torch.compile, block by block; None: on CUDA only"] = None
     activation_checkpointing: Annotated[bool, "keep only each block's input and recompute the rest in backward: less memory, "
                                         "a third more FLOPs"] = False
+    deterministic: Annotated[bool, "the same bits in every run on the same machine and ranks; slower on a GPU"] = False
     backend: Annotated[Literal["auto", "nccl", "gloo"], "of torch.distributed; auto: nccl on CUDA, else gloo"] = "auto"
     dist_timeout: Annotated[int, "seconds after which a rank that waits for another gives up"] = 600
 
@@ -102,8 +105,8 @@ class Config(GPTConfig):
         for key in ("global_batch_size", "micro_batch_size", "max_bad_steps", "eval_interval", "eval_tasks_limit",
                     "log_interval", "save_interval", "keep_checkpoints", "dist_timeout"):
             require(getattr(self, key) >= 1, key, "at least 1")
-        for key in ("max_iters", "warmup_iters", "lr_decay_iters", "weight_decay", "grad_clip", "milestone_interval",
-                    "diagnostics_interval", "seed"):
+        for key in ("max_iters", "warmup_iters", "lr_decay_iters", "weight_decay", "grad_clip", "skip_spikes",
+                    "milestone_interval", "diagnostics_interval", "seed"):
             require(0 <= getattr(self, key) < math.inf, key, "finite and not negative")
         require(self.seed < 2**63, "seed", "below 2**63")
         require(self.max_iters < 10**8, "max_iters", "below 10**8 (a checkpoint's name has 8 digits)")

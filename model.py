@@ -12,6 +12,7 @@ Shape letters: B batch, T time, S keys, C model width, H query heads, K key/valu
 import functools
 import hashlib
 import math
+import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
@@ -694,6 +695,9 @@ class GPT(nn.Module):
     def from_checkpoint(cls, path: str | Path, device: str | torch.device = "cpu") -> "GPT":
         """The model in a checkpoint of train.py, in eval mode. Raises ValueError for any other file."""
         try:
+            with zipfile.ZipFile(path) as archive:  # torch itself does not look at the checksums that it wrote
+                if (bad := archive.testzip()) is not None:
+                    raise ValueError(f"checksum of {bad} does not match")
             state = torch.load(path, map_location=device, weights_only=True, mmap=True)
             names = {f.name for f in fields(GPTConfig)}
             config = GPTConfig(**{key: value for key, value in state["config"].items() if key in names})

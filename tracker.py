@@ -173,7 +173,7 @@ class Tracker(Silent):
             for key, value in record.items():
                 name = key if key in ("step", "tokens") else f"{split}/{key}"
                 flat |= {f"{name}/{i}": one for i, one in enumerate(value)} if isinstance(value, list) else {name: value}
-            named = {name: value for name, value in flat.items() if value is not None}
+            named = {name: value for name, value in flat.items() if value is not None and not isinstance(value, str)}
             try:
                 self._wandb.log(named)
             except Exception as error:

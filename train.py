@@ -30,6 +30,7 @@ from distributed import Ranks
 from eval.diagnostics import diagnose
 from eval.local_data import TASKS
 from model import GPT
+from safety import SpikeGuard, set_deterministic
 from tracker import Clock, Silent, Tracker, device_name, environment, peak_flops, peak_memory_gb
 
 DIAGNOSED_WINDOWS = 4  # of validation, small beside a step
@@ -85,11 +86,14 @@ class Run:
         self.saved_step = -1
         self.best_val_loss: float | None = None
         self.bad_steps = self.bad_steps_in_row = 0
+        self.guard = SpikeGuard(config.skip_spikes)
+        self.data_hash = 0  # on rank 0 of what was seen before this process, and of what each rank's batches have given it
         self.bad_step = ""  # what is to be said of the last one
         self.stopping = False  # whether any rank was asked to stop; the same on all
         self.wandb_id: str | None = None
         self.tasks: dict[str, Any] = {}  # eval_tasks, the harness's
         self.tracker = Silent()
+        self.writer = checkpoint.Writer()
 
     # --- from start to end -------------------------------------------------------------------------------------------------
 
@@ -129,14 +133,17 @@ class Run:
         except RuntimeError as error:
             if "not enough memory" in str(error):  # what torch's CPU allocator says
                 raise RunError(self._out_of_memory()) from None
+            if "not have a deterministic implementation" in str(error):
+                raise RunError(f"deterministic=True: {str(error).partition(', but you set')[0]}") from None
             raise
         finally:
+            self._end_writing()
             self.tracker.close(failed)
         return 0
 
     def _loop(self) -> None:
         config, tracker = self.config, self.tracker
-        clock = Clock()
+        clock, before = Clock(), self.data_hash
         with closing(self.loader.batches(self.step)) as batches:
             while True:
                 at_end = self.step >= config.max_iters  # more where a resumed run is given fewer steps
@@ -146,10 +153,12 @@ class Run:
                         self._evaluate_and_report()
                 if at_end or self.stopping or (self.step % config.save_interval == 0 and self.step > 0):
                     with clock.paused():
-                        self.save()
+                        self.save(last=at_end or self.stopping)
                 if at_end or self.stopping:
                     break
                 metrics = self.train_step(batches)
+                self.data_hash = before + batches.digest
+                self.writer.check()
                 clock.steps += 1
                 tracker.advance()
                 bad = metrics["loss"] is None
@@ -247,6 +256,7 @@ class Run:
     def _build(self, state: dict[str, Any] | None) -> None:
         """Model, optimizer and scaler, new or from a checkpoint's state."""
         config, device = self.config, self.device
+        set_deterministic(config.deterministic)
         torch.set_float32_matmul_precision("high")
         dtype = autocast_dtype(config.dtype, device)
         self.autocast = nullcontext if dtype is None else lambda: torch.autocast(device.type, dtype=dtype)
@@ -289,7 +299,8 @@ class Run:
     # --- the step ----------------------------------------------------------------------------------------------------------
 
     def train_step(self, batches) -> dict[str, Any]:
-        """One optimizer step over the global batch; skipped, on all ranks alike, where its loss or gradient is not finite."""
+        """One optimizer step over the global batch; skipped, on all ranks alike, where its loss or gradient is not finite or, by
+        skip_spikes, far above the last ones'."""
         config = self.config
         lr = learning_rate(self.step, config)
         if config.dropout > 0:  # a function of (seed, step, rank): the same after a resume without any state
@@ -314,6 +325,12 @@ class Run:
         good = all(math.isfinite(value) for values in gathered for value in values)
         self.stopping = any(values[2] for values in gathered)
         self.step += 1
+        if not good:
+            self._count_bad_step(mine, gathered)
+        # Rank 0's norm: that the others' has the same bits is the backend's to promise.
+        elif spike := self.guard.judge(loss, gathered[0][1], warming_up=self.step <= config.warmup_iters):
+            self.tracker.say(f"warning: step {self.step}: {spike}")
+            good = False
         if good:
             if config.grad_clip and grad_norm > config.grad_clip:
                 torch._foreach_mul_(gradients, config.grad_clip / grad_norm)
@@ -321,8 +338,6 @@ class Run:
                 group["lr"] = lr
             self.scaler.step(self.optimizer)
             self.bad_steps_in_row = 0
-        else:
-            self._count_bad_step(mine, gathered)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         metrics = {"loss": loss if good else None, "lr": lr, "grad_norm": grad_norm if good else None}
@@ -429,16 +444,38 @@ class Run:
 
     # --- state -------------------------------------------------------------------------------------------------------------
 
-    def save(self) -> None:
-        """A checkpoint of this step, from rank 0, unless there is one."""
-        if self.saved_step == self.step:
-            return
-        if self.ranks.is_master:
-            self.tracker.sync()
-            checkpoint.save(self.config.out_dir, self._state(), self.config.keep_checkpoints, self.config.milestone_interval)
-        self.saved_step = self.step
+    def save(self, last: bool) -> None:
+        """A checkpoint of this step, from rank 0, unless there is one; on the disk when this returns if it is the run's `last`,
+        else some time later, and training goes on."""
+        if self.saved_step != self.step:
+            data_hash = self._data_hash()
+            if self.ranks.is_master:
+                if last:  # nothing goes on that would need a copy
+                    self.writer.wait()
+                    self._write(self._state(data_hash))
+                else:
+                    self.writer.start(self._state(data_hash), self._write)
+            self.saved_step = self.step
+        if last:
+            self.writer.wait()
 
-    def _state(self) -> dict[str, Any]:
+    def _write(self, state: dict[str, Any]) -> None:
+        self.tracker.sync()
+        checkpoint.save(self.config.out_dir, state, self.config.keep_checkpoints, self.config.milestone_interval)
+
+    def _end_writing(self) -> None:
+        """Waits for a checkpoint that is being written when the run fails; the run's own error stays its last word."""
+        try:
+            self.writer.wait()
+        except Exception as error:
+            print(f"error: {error}", file=sys.stderr)
+
+    def _data_hash(self) -> int:
+        """Of all windows that the run has seen. All ranks must call it."""
+        halves = self.ranks.gather(divmod(self.data_hash % 2**64, 2**32))  # doubles hold them exactly
+        return sum(int(high) * 2**32 + int(low) for high, low in halves) % 2**64
+
+    def _state(self, data_hash: int) -> dict[str, Any]:
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -450,6 +487,8 @@ class Run:
             "bad_steps": self.bad_steps,
             "bad_steps_in_row": self.bad_steps_in_row,
             "qk_clips": self.qk_clips.tolist(),
+            "spikes": self.guard.state_dict(),
+            "data_hash": data_hash,
             "rng": torch.get_rng_state(),
             "config": as_dict(self.config),
             "data": {
@@ -470,6 +509,8 @@ class Run:
         self.evaluated_step, self.best_val_loss = state["evaluated_step"], state["best_val_loss"]
         self.bad_steps, self.bad_steps_in_row = state["bad_steps"], state["bad_steps_in_row"]
         self.qk_clips.copy_(torch.tensor(state["qk_clips"]))
+        self.guard.load_state_dict(state["spikes"])
+        self.data_hash = state["data_hash"] if self.ranks.is_master else 0
         self.wandb_id = state["wandb_id"]
 
     # --- telling -----------------------------------------------------------------------------------------------------------
@@ -493,6 +534,8 @@ class Run:
             "mfu": mfu,
             "peak_memory_gb": peak_memory_gb(self.device),
             "bad_steps": self.bad_steps,
+            "spikes": self.guard.count,
+            "data_hash": f"{self._data_hash():016x}",
         }
         clipped = ""
         if "max_logit" in metrics:

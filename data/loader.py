@@ -9,6 +9,7 @@ There is no loader state: a step's windows are the same on resume, at any number
 random generator is read or moved.
 """
 
+import hashlib
 import threading
 from collections.abc import Iterator
 from functools import lru_cache
@@ -100,13 +101,20 @@ class Loader:
 class Batches:
     """Iterator over (x, y): int64 (micro_batch_size, block_size) on the loader's device, y the tokens after those of x.
 
+    `digest` adds up, modulo 2**64, a hash of each window that was given out, made of its tokens, its step and its slot. Such a
+    sum does not depend on which rank, or which run of several, took a window: added up over ranks it says what a training run
+    has seen and in which order. It is of the tokens themselves, and not of their places, which a loader that reads the wrong
+    ones, or a shard that has changed under its checksum, would leave as they are. (Hashing takes 3.5 us for a window of 2048
+    tokens, in the reading thread: of a step of 256 such windows 0.9 ms.)
+
     A fault in the reading thread is raised by `next`. InputError: an id that the model's vocabulary does not have. `close`,
     leaving a `with` block, or dropping the iterator ends the thread.
     """
 
     def __init__(self, loader: Loader, start_step: int) -> None:
+        self.digest = 0
         self._device = loader.device
-        self._queue: SimpleQueue[Batch | BaseException] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Batch, int] | BaseException] = SimpleQueue()
         self._free = threading.Semaphore(_QUEUE_DEPTH)
         self._stop = threading.Event()
         # The thread must not hold this object, or an iterator that is dropped would never end it.
@@ -125,7 +133,8 @@ class Batches:
         if isinstance(item, BaseException):
             self.close()
             raise item
-        x, y = item
+        (x, y), digest = item
+        self.digest = (self.digest + digest) % 2**64
         return x.to(self._device, non_blocking=True), y.to(self._device, non_blocking=True)
 
     def close(self) -> None:
@@ -146,7 +155,11 @@ class Batches:
 
 
 def _read_ahead(
-    loader: Loader, step: int, queue: "SimpleQueue[Batch | BaseException]", free: threading.Semaphore, stop: threading.Event
+    loader: Loader,
+    step: int,
+    queue: "SimpleQueue[tuple[Batch, int] | BaseException]",
+    free: threading.Semaphore,
+    stop: threading.Event,
 ) -> None:
     pin = loader.device.type == "cuda"
     try:
@@ -158,8 +171,11 @@ def _read_ahead(
                 free.acquire()
                 if stop.is_set():
                     return
-                x, y = _windows(loader.stream, starts[loader.micro_slots(micro_step)], loader.block_size, loader.vocab_size)
-                queue.put((x.pin_memory(), y.pin_memory()) if pin else (x, y))
+                slots = loader.micro_slots(micro_step)
+                tokens = _tokens(loader.stream, starts[slots], loader.block_size, loader.vocab_size)
+                x, y = _inputs_and_targets(tokens)
+                batch = (x.pin_memory(), y.pin_memory()) if pin else (x, y)
+                queue.put((batch, window_hashes(tokens, step, slots)))
             step += 1
     except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits for the batch
         queue.put(error)
@@ -199,7 +215,7 @@ def validation_batches(
             rows = share[first : first + micro_batch_size]
             x = torch.zeros(micro_batch_size, block_size, dtype=torch.int64)
             y = torch.full_like(x, IGNORE)
-            x[: len(rows)], y[: len(rows)] = _windows(stream, rows, block_size, vocab_size)
+            x[: len(rows)], y[: len(rows)] = _inputs_and_targets(_tokens(stream, rows, block_size, vocab_size))
             yield x.to(device), y.to(device)
 
     return batches()
@@ -258,8 +274,17 @@ def _check_length(stream: TokenStream, block_size: int) -> None:
         )
 
 
-def _windows(stream: TokenStream, starts: np.ndarray, block_size: int, vocab_size: int) -> Batch:
-    """x, y of shape (len(starts), block_size), int64: the tokens from each start on, and those one later."""
+def window_hashes(tokens: np.ndarray, step: int, slots: np.ndarray) -> int:
+    """Sum modulo 2**64 of a hash of each window, uint16 (n, block_size + 1), at its slot (n,) of the step."""
+    person, total = step.to_bytes(16, "little"), 0
+    for row, slot in zip(tokens.astype("<u2", copy=False), slots, strict=True):
+        digest = hashlib.blake2b(row, digest_size=8, person=person, salt=int(slot).to_bytes(16, "little")).digest()
+        total += int.from_bytes(digest, "little")
+    return total % 2**64
+
+
+def _tokens(stream: TokenStream, starts: np.ndarray, block_size: int, vocab_size: int) -> np.ndarray:
+    """The block_size + 1 tokens from each start on, uint16 (len(starts), block_size + 1)."""
     tokens = np.empty((len(starts), block_size + 1), dtype=np.uint16)
     for row, start in enumerate(starts):
         tokens[row] = stream.read(int(start), block_size + 1)
@@ -267,5 +292,10 @@ def _windows(stream: TokenStream, starts: np.ndarray, block_size: int, vocab_siz
         row, column = np.argwhere(tokens >= vocab_size)[0]
         path, offset = stream.locate(int(starts[row] + column))
         raise InputError(f"{path}: token {offset} has id {tokens[row, column]}, but the model's vocab_size is {vocab_size}")
+    return tokens
+
+
+def _inputs_and_targets(tokens: np.ndarray) -> Batch:
+    """x, y of shape (n, block_size), int64: all tokens of a window but the last, and all but the first."""
     tokens = tokens.astype(np.int64)
     return torch.from_numpy(tokens[:, :-1].copy()), torch.from_numpy(tokens[:, 1:].copy())

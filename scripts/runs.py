@@ -13,7 +13,7 @@ from command_line import InputError
 NEUTRAL = {
     "out_dir", "seed", "init_from", "eval_only", "device", "compile", "backend", "dist_timeout", "micro_batch_size",
     "activation_checkpointing", "wandb_log", "wandb_project", "wandb_run_name", "wandb_group", "log_interval", "save_interval",
-    "eval_interval", "keep_checkpoints", "milestone_interval", "max_bad_steps", "eval_tasks", "eval_tasks_limit",
+    "eval_interval", "deterministic", "keep_checkpoints", "milestone_interval", "max_bad_steps", "eval_tasks", "eval_tasks_limit",
     "eval_tasks_data", "diagnostics_interval",
 }
 
@@ -148,7 +148,7 @@ def state_of(folder: Path, wanted: dict[str, Any], explicit: set[str]) -> State:
     last, planned = steps.get("train", 0), wanted["max_iters"]
     bad = [record for record in records if record["loss"] is None or not math.isfinite(record["loss"])]
     skipped = sum(record["split"] == "train" for record in bad)
-    note = f", {skipped} steps skipped for a loss that was no number" if skipped else ""
+    note = f", {skipped} steps skipped" if skipped else ""
     if any(record["split"] == "val" and record["step"] == steps["val"] for record in bad):
         return State("wrong", f"the validation loss at step {steps['val']:,} is not a number{note}")
     checkpoints = sorted(path.name for path in folder.glob("ckpt_*.pt"))

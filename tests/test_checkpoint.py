@@ -29,7 +29,8 @@ def state_at(step: int) -> dict:
         "optimizer": {"state": {0: {"exp_avg": torch.randn(40, generator=generator)}}, "param_groups": [{"lr": 1e-3,
         "params": [0]}]},
         "scaler": {}, "step": step, "tokens": 256 * step, "evaluated_step": -1, "best_val_loss": None, "bad_steps": 0,
-        "bad_steps_in_row": 0, "qk_clips": [], "rng": torch.get_rng_state(), "config": as_dict(load([])),
+        "bad_steps_in_row": 0, "qk_clips": [], "spikes": {}, "data_hash": 0, "rng": torch.get_rng_state(),
+        "config": as_dict(load([])),
         "data": {"fingerprint": "f" * 64, "tokenizer": "gpt2", "vocab_size": 50257}, "wandb_id": None,
     }
 

@@ -21,7 +21,7 @@ def write_checkpoint(path: Path, seed: int = 0, tokenizer: str | None = "byte", 
     step = int(path.stem.removeprefix("ckpt_")) if path.stem.startswith("ckpt_") else 7
     state = {
         "model": model.state_dict(), "optimizer": {}, "scaler": {}, "step": step, "tokens": 0, "evaluated_step": -1,
-        "best_val_loss": None, "bad_steps": 0, "bad_steps_in_row": 0, "qk_clips": [],
+        "best_val_loss": None, "bad_steps": 0, "bad_steps_in_row": 0, "qk_clips": [], "spikes": {}, "data_hash": 0,
         "rng": torch.get_rng_state(), "config": asdict(config), "data": {"tokenizer": tokenizer}, "wandb_id": None,
     }
     assert state.keys() == checkpoint.KEYS.keys()
