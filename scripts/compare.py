@@ -97,6 +97,33 @@ def group(runs: list[Run]) -> list[Variant]:
     return variants
 
 
+def data_seen(runs: list[Run]) -> tuple[str, list[str]]:
+    """Whether runs of one seed saw the same tokens in the same order, by the hashes in their metrics: a sentence, empty where no
+    two have one seed, and warnings. A hash is of everything up to its step, so that runs which differ once do so from there on;
+    they begin to at a step between two lines of the metrics."""
+    first: dict[int, Run] = {}
+    same, unknown, warned = [], [], []
+    for run in runs:
+        base = first.setdefault(run.seed, run)
+        common = sorted(base.hashes.keys() & run.hashes.keys())
+        other = next((tokens for tokens in common if base.hashes[tokens] != run.hashes[tokens]), None)
+        if other is not None:
+            before = max((run.steps[tokens] for tokens in common if tokens < other), default=0)
+            warned.append(f"{run.folder} saw other tokens than {base.folder}, though both have seed {run.seed}: the first others "
+                          f"in steps {before + 1:,} to {run.steps[other]:,}")
+        elif base is not run:
+            (same if common else unknown).append(run.steps[common[-1]] if common else str(run.folder))
+    parts = []
+    if same:
+        parts.append(f"Runs with the same seed{', but for those of the warning,' if warned else ''} saw the same tokens, in the "
+                     f"same order, up to step {min(same):,} (`data_hash`).")
+    if unknown:
+        names = ", ".join(f"`{folder}`" for folder in unknown)
+        parts.append(f"Whether {names} saw the tokens of other runs with the same seed is not known: no `data_hash` at equal "
+                     f"tokens.")
+    return " ".join(parts), warned
+
+
 def warnings(runs: list[Run], end: int) -> list[str]:
     """What a reader has to know before comparing the runs."""
     found = []
@@ -113,6 +140,7 @@ def warnings(runs: list[Run], end: int) -> list[str]:
     ]
     if speed := [key for key in machines[0] if any(machine[key] != machines[0][key] for machine in machines)]:
         found.append(f"step times, tokens/s and memory are not of the same set-up: different {', '.join(speed)}")
+    found += data_seen(runs)[1]
     for run in runs:
         last, planned = run.steps[max(run.train)], run.config["max_iters"]
         if last < planned:
@@ -222,6 +250,7 @@ def report(variants: list[Variant], end: int) -> str:
         f"Losses in nats, means over seeds, at equal tokens up to {end:,}. Train: the last {FINAL_SHARE:.0%} of the logged "
         f"steps; val: {where}. Differences are to {variants[0].label}, paired by seed, ± the standard error of their mean. "
         f"Step time and tokens/s are medians over logged steps, memory is the peak, all averaged over seeds.", "",
+        *([seen, ""] if (seen := data_seen(runs)[0]) else []),
         "Runs: " + ", ".join(f"`{run.folder}`" for run in runs), "",
     ]
     return "\n".join(lines)

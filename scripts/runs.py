@@ -27,6 +27,7 @@ class Run:
     train: dict[int, float]
     val: dict[int, float]
     steps: dict[int, int]  # tokens to steps
+    hashes: dict[int, str]  # tokens to data_hash, of all training windows up to there
     step_ms: float | None
     tokens_per_s: float | None
     peak_memory_gb: float | None
@@ -54,11 +55,14 @@ def read_run(folder: Path) -> Run:
     records = read_records(folder / "metrics.jsonl")
     by_split: dict[str, dict[int, float]] = {"train": {}, "val": {}}
     steps: dict[int, int] = {}
+    hashes: dict[int, str] = {}
     for record in records:
         loss = record["loss"]
         if loss is not None and math.isfinite(loss):  # a skipped step has none
             by_split[record["split"]][record["tokens"]] = loss
-            steps[record["tokens"]] = record["step"]
+        steps[record["tokens"]] = record["step"]
+        if isinstance(record.get("data_hash"), str):
+            hashes[record["tokens"]] = record["data_hash"]
     for split, found in by_split.items():
         if not found:
             raise InputError(f"{folder / 'metrics.jsonl'} has no {split} loss yet; a run to compare has train and val lines")
@@ -68,7 +72,7 @@ def read_run(folder: Path) -> Run:
         return [r[key] for r in trained if isinstance(r.get(key), int | float)]
 
     return Run(
-        folder, info, dict(sorted(by_split["train"].items())), dict(sorted(by_split["val"].items())), steps,
+        folder, info, dict(sorted(by_split["train"].items())), dict(sorted(by_split["val"].items())), steps, hashes,
         *(pick(numbers(key)) if numbers(key) else None
           for key, pick in (("step_ms", median), ("tokens_per_s", median), ("peak_memory_gb", max))),
     )

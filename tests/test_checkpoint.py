@@ -6,6 +6,7 @@ import pickle
 import random
 import subprocess
 import sys
+import threading
 import zipfile
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import checkpoint
 import train
 from command_line import InputError
 from configurator import as_dict, load
+from model import GPT
 
 ROOT = Path(__file__).parent.parent
 
@@ -528,3 +530,90 @@ def test_killed_with_everything_written_but_the_name(trained, tmp_path):
     assert checkpoint.load(checkpoint.latest(tmp_path))["step"] == 4
     checkpoint.sweep(tmp_path)
     assert names(tmp_path) == ["ckpt_00000004.pt", "latest"]
+
+
+# --- writing while training goes on --------------------------------------------------------------------------------------------
+
+
+def test_writer_saves_the_state_of_the_moment(tmp_path):
+    """Everything in it changes while the writer still waits."""
+    writer, go = checkpoint.Writer(), threading.Event()
+    state = state_at(3)
+    writer.start(state, lambda copy: go.wait(20) and checkpoint.save(tmp_path, copy, keep=2))
+    assert writer.busy
+    state["model"]["wte.weight"].zero_()
+    state["optimizer"]["state"][0]["exp_avg"].add_(1)
+    state["optimizer"]["param_groups"][0]["lr"] = 7.0
+    state["optimizer"]["param_groups"].append({})
+    state["rng"].zero_()
+    state["step"] = 4
+    writer.check()  # does not wait
+    assert names(tmp_path) == []
+    go.set()
+    writer.wait()
+    assert not writer.busy
+    saved, expected = checkpoint.load(checkpoint.path_of(tmp_path, 3)), state_at(3)
+    assert saved["rng"].any() and same(saved | {"rng": None}, expected | {"rng": None})
+
+
+def test_writer_keeps_its_memory_and_takes_what_fits_no_more_anew():
+    writer, seen = checkpoint.Writer(), []
+    state = state_at(1)
+    for _ in range(2):
+        writer.start(state, lambda copy: seen.append(copy["model"]["wte.weight"].data_ptr()))
+        writer.wait()
+        state = state_at(2)
+    assert seen[0] == seen[1] != state["model"]["wte.weight"].data_ptr()
+    for other in (torch.ones(3), torch.ones(3, dtype=torch.int64), torch.ones(2, 3).T):
+        writer.start({"model": [other]}, seen.append)
+        writer.wait()
+        assert same(seen[-1], {"model": [other]}) and seen[-1]["model"][0].data_ptr() != other.data_ptr()
+
+
+def test_one_write_at_a_time_and_each_error_once():
+    writer, go, order = checkpoint.Writer(), threading.Event(), []
+
+    def failing(state):
+        go.wait(20)
+        order.append(state["step"])
+        raise OSError(28, "No space left on device")
+
+    writer.start({"step": 1}, failing)
+    threading.Timer(0.2, go.set).start()
+    with pytest.raises(OSError, match="No space left"):
+        writer.start({"step": 2}, lambda state: order.append(state["step"]))  # waits, and is told of the one before
+    assert order == [1]
+    writer.wait()
+    writer.start({"step": 3}, failing)
+    writer._thread.join()
+    with pytest.raises(OSError, match="No space left"):
+        writer.check()
+    writer.check()
+    writer.start({"step": 4}, lambda state: order.append(state["step"]))
+    writer.wait()
+    assert order == [1, 3, 4]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux alone")
+def test_writer_gives_way_and_nothing_else_does():
+    writer, found = checkpoint.Writer(), []
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    writer.start({}, lambda state: found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
+    writer.wait()
+    assert found == [max(10, before)] and os.getpriority(os.PRIO_PROCESS, 0) == before
+
+
+def test_no_flipped_bit_reaches_an_evaluation(trained, tmp_path):
+    """torch.load alone reads what is there."""
+    path = tmp_path / "ckpt_00000004.pt"
+    whole = checkpoint.latest(trained).read_bytes()
+    path.write_bytes(whole)
+    weight = GPT.from_checkpoint(path).wte.weight.detach().clone()
+    flipped = bytearray(whole)
+    flipped[whole.index(weight.numpy().tobytes()) + 10] ^= 4
+    path.write_bytes(flipped)
+    assert not torch.equal(torch.load(path, weights_only=True)["model"]["wte.weight"], weight)
+    with pytest.raises(ValueError, match="checksum of .* does not match"):
+        GPT.from_checkpoint(path)
+    with pytest.raises(InputError, match="ckpt_00000004.pt is damaged .checksum of .* does not match"):
+        checkpoint.latest(tmp_path)

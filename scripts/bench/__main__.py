@@ -4,6 +4,7 @@
     python -m scripts.bench block [config files] [--key=value ...]    a block over sequence length and width (the paper's Fig 2)
     python -m scripts.bench presets [config files] [--key=value ...]  every preset of attention: right? at what cost?
     python -m scripts.bench tokenize [--input PATH ...]               documents to shards: data.fineweb's, and two usual ways
+    python -m scripts.bench checkpoint [config files] [--key=value ...]   saving: copy, writing, and steps meanwhile
 
 `python -m scripts.bench NAME --help` says what it measures and how.
 """
@@ -13,7 +14,7 @@ import sys
 
 from command_line import InputError
 
-BENCHMARKS = ("step", "block", "presets", "tokenize")
+BENCHMARKS = ("step", "block", "presets", "tokenize", "checkpoint")
 
 
 def main(argv: list[str]) -> int:
