@@ -192,8 +192,8 @@ def test_command(tmp_path):
 
 
 @pytest.mark.parametrize("argv, said", [
-    ([], "wanted one of step, block, presets, tokenize, found none"),
-    (["pace"], "tokenize, found 'pace'"),
+    ([], "wanted one of step, block, presets, tokenize, checkpoint, found none"),
+    (["pace"], "checkpoint, found 'pace'"),
     (["step", "--rounds=1"], "--rounds: wanted at least 2"),
     (["step", "--rounds=x"], "rounds"),
     (["step", "--compare=gpt2"], "wanted nanogpt, xsa or both, found 'gpt2'"),
@@ -205,6 +205,9 @@ def test_command(tmp_path):
     (["step", "--n_sink=4"], "--compare=xsa"),
     (["step", "--dtype=float16"], "float16"),
     (["step", "--device=cuda:77"], "cuda:77"),
+    (["checkpoint", "--rounds=1"], "--rounds: wanted at least 2"),
+    (["checkpoint", "--dtype=float16"], "float16"),
+    (["checkpoint", "--out_dir=no/such/folder"], "no folder no/such"),
 ])
 def test_bad_arguments_exit_2_before_any_work(argv, said, capsys):
     assert command.main(argv) == 2
@@ -215,6 +218,22 @@ def test_bad_arguments_exit_2_before_any_work(argv, said, capsys):
 def test_help(capsys):
     assert command.main(["step", "--help"]) == 0
     assert "--rounds=N" in capsys.readouterr().out
+
+
+def test_checkpoint_benchmark(tmp_path, capsys):
+    """A state of 0.8 MB, by the parts of train.py; nothing is left but the JSON file."""
+    shape = [argument for argument in TINY if "rounds" not in argument]
+    arguments = ["checkpoint", *shape, "--n_embd=64", "--eval_tokens=32", "--rounds=3", f"--out_dir={tmp_path}/run"]
+    assert command.main([*arguments, f"--json={tmp_path}/bench.json"]) == 0
+    out = capsys.readouterr().out
+    assert "copy to the host" in out and "step, writing / not" in out and "at most 1.10" in out
+    record = json.loads((tmp_path / "bench.json").read_text())
+    assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
+    n = sum(p.numel() for p in model.GPT(Config(**{**vars(CONFIG), **record["config"]}).model_config()).parameters())
+    assert 12 * n < record["bytes"] < 12 * n + 100_000 and len(record["rounds"]) == 3
+    for one in record["rounds"]:
+        assert one["ratio"] == pytest.approx(one["step_while_writing_ms"] / one["step_ms"])
+        assert 0 < one["copy_s"] and 0 < one["write_s"] and one["steps_while_writing"] >= 0
 
 
 def gpu_check(*arguments: str) -> subprocess.CompletedProcess:

@@ -196,6 +196,39 @@ def test_what_a_run_says_beside_its_losses_changes_nothing(tmp_path, capsys):
     assert run(capsys, folder)[1] == whole
 
 
+def with_hashes(folder: Path, hashes: dict[int, str]) -> Path:
+    """The run with a data_hash in its training lines: at each step that of `hashes` at the last step not above it."""
+    path = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        if line["split"] == "train":
+            line["data_hash"] = f"{hashes[max(step for step in hashes if step <= line['step'])]}{line['step']:04x}"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_whether_runs_saw_the_same_tokens(tmp_path, capsys):
+    one = with_hashes(write_run(tmp_path / "sa"), {0: "aa"})
+    two = with_hashes(write_run(tmp_path / "xsa", attention="xsa", log_interval=5), {0: "aa"})
+    seed = with_hashes(write_run(tmp_path / "sa2", seed=2), {0: "bb"})
+    said = "Runs with the same seed saw the same tokens, in the same order, up to step"
+    assert f"{said} 100 (`data_hash`)" in run(capsys, one, two)[1]
+    short = with_hashes(write_run(tmp_path / "short", steps=60, attention="xsa", seed=2), {0: "bb"})
+    assert f"{said} 60 (`data_hash`)" in run(capsys, one, two, seed, short)[1]
+    assert "data_hash" not in run(capsys, one, seed)[1]
+
+    branch = with_hashes(write_run(tmp_path / "branch", attention="xsa", log_interval=5), {0: "aa", 43: "cc"})
+    out = run(capsys, one, two, branch)[1]
+    warning = f"{branch} saw other tokens than {one}, though both have seed 1: the first others in steps 41 to 45"
+    assert f"**Warning:** {warning}.  \n" in out
+    assert said.replace("seed saw", "seed, but for those of the warning, saw") in out
+    other = with_hashes(write_run(tmp_path / "other", attention="xsa", log_interval=5), {0: "dd"})
+    out = run(capsys, one, other)[1]
+    assert "the first others in steps 1 to 5." in out and said not in out
+    old = write_run(tmp_path / "old", attention="gsxa")
+    assert f"Whether `{old}` saw the tokens of other runs with the same seed is not known" in run(capsys, one, old)[1]
+
+
 def test_smoothing_shifts_no_straight_line():
     tokens = np.arange(100)
     curve = compare.Curve(tokens, np.stack([5 - 0.01 * tokens, 0.02 * tokens]))

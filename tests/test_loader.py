@@ -1,6 +1,7 @@
 """data/loader.py: windows against a plain restatement, permutation, ranks, restart, the reading thread."""
 
 import gc
+import hashlib
 import random
 import threading
 import time
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from command_line import InputError
-from data.loader import IGNORE, Loader, permute, validation_batches
+from data.loader import IGNORE, Loader, permute, validation_batches, window_hashes
 from data.shards import Dataset, ShardWriter, TokenStream, open_dataset, write_meta
 
 N_TOKENS, T, G = 1000, 16, 12
@@ -58,6 +59,45 @@ def test_batches_are_the_windows_at_starts(dataset: Dataset, sampling: str) -> N
             assert x.dtype == y.dtype == torch.int64 and x.shape == y.shape == (3, T) and x.is_contiguous()
             assert x[slot % 3].tolist() == TOKENS[start : start + T].tolist()
             assert y[slot % 3].tolist() == TOKENS[start + 1 : start + T + 1].tolist()
+
+
+@pytest.mark.parametrize("sampling", ["random", "shuffle"])
+def test_digest_is_of_tokens_steps_and_slots_at_any_number_of_ranks(dataset: Dataset, sampling: str) -> None:
+    def digest(steps: range, world_size: int = 1, micro_batch_size: int = 3, stream: TokenStream = dataset.train) -> int:
+        """Of some steps over all ranks."""
+        total = 0
+        for rank in range(world_size):
+            changes = dict(sampling=sampling, rank=rank, world_size=world_size, micro_batch_size=micro_batch_size)
+            loader = _loader(stream, **changes)
+            with loader.batches(steps.start) as batches:
+                assert batches.digest == 0
+                for _ in range(len(steps) * loader.n_micro_steps):
+                    next(batches)
+                total += batches.digest
+        return total % 2**64
+
+    expected = 0
+    for step in range(5):
+        for slot, start in enumerate(_loader(dataset.train, sampling=sampling).starts(step)):
+            window = b"".join(int(token).to_bytes(2, "little") for token in TOKENS[start : start + T + 1])
+            key = {"person": step.to_bytes(16, "little"), "salt": slot.to_bytes(16, "little")}
+            expected += int.from_bytes(hashlib.blake2b(window, digest_size=8, **key).digest(), "little")
+    assert digest(range(5)) == expected % 2**64
+    assert digest(range(5), 2, 2) == digest(range(5), 4, 1) == digest(range(5), 1, 12) == digest(range(5))
+    assert (digest(range(2)) + digest(range(2, 5), 2)) % 2**64 == digest(range(5))  # stopped and continued on two ranks
+    assert len({digest(range(n)) for n in range(6)}) == 6
+
+
+def test_digest_tells_order_and_every_token() -> None:
+    windows, slots = TOKENS[: G * (T + 1)].reshape(G, T + 1), np.arange(G)
+    base = window_hashes(windows, 3, slots)
+    others = [window_hashes(windows, 4, slots), window_hashes(windows[::-1], 3, slots), window_hashes(windows, 3, slots + 1)]
+    for i in range(0, windows.size, 7):
+        changed = windows.copy()
+        changed.ravel()[i] ^= 1
+        others.append(window_hashes(changed, 3, slots))
+    assert len({base, *others}) == 1 + len(others)
+    assert window_hashes(windows[::-1], 3, slots[::-1]) == base
 
 
 def test_random_starts_restated_slot_by_slot(dataset: Dataset) -> None:

@@ -18,7 +18,7 @@ from tracker import Clock, Silent, Tracker, cut_back, peak_flops
 
 ROOT = Path(__file__).parent.parent
 TRAIN = {"step": 1, "tokens": 256, "split": "train", "loss": 5.5, "lr": 1e-3, "grad_norm": 1.0, "step_ms": 2.0,
-         "tokens_per_s": 1.0, "mfu": None, "peak_memory_gb": 0.5, "bad_steps": 0}
+         "tokens_per_s": 1.0, "mfu": None, "peak_memory_gb": 0.5, "bad_steps": 0, "data_hash": "00ff"}
 
 
 def line(step: int, split: str = "train") -> str:
@@ -348,7 +348,8 @@ def test_wandb_gets_names_steps_and_no_nulls(tmp_path, monkeypatch, capsys):
     assert given["config"]["attention"] == "xsa" and given["config"]["versions"]["torch"] == torch.__version__
     assert run.metrics == [("step", None), ("tokens", None), ("*", "step")] and run.exit_code == 1
     assert run.logged[0] == {"step": 1, "tokens": 256} | {
-        f"train/{key}": value for key, value in TRAIN.items() if key not in ("step", "tokens", "split") and value is not None}
+        f"train/{key}": value for key, value in TRAIN.items()
+        if key not in ("step", "tokens", "split", "data_hash") and value is not None}
     assert run.logged[3] == {"step": 3, "tokens": 768, "val/loss": 5.0}
 
 

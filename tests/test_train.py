@@ -307,6 +307,7 @@ def test_two_ranks_equal_one_over_fifty_steps_and_across_resumes(dataset, tmp_pa
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-6 if a["step"] == 0 else 1e-5)
         if a["split"] == "train":
             assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
+            assert b["data_hash"] == a["data_hash"]
     names = torch.load(tmp_path / "two" / "ckpt_00000050.pt", weights_only=True)["model"].keys()
     assert not any("module." in name or "_orig_mod" in name for name in names)
 
