@@ -137,8 +137,17 @@ def _host_copy(value: Any, old: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if not (isinstance(old, torch.Tensor) and old.shape == value.shape and old.dtype == value.dtype):
-        old = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+        old = _host_memory(value, value.is_cuda)
     return old.copy_(value.detach(), non_blocking=True)
+
+
+def _host_memory(like: torch.Tensor, pinned: bool) -> torch.Tensor:
+    try:
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=pinned)
+    except RuntimeError:  # there is less memory to pin than memory: a slower copy is better than none
+        if not pinned:
+            raise
+        return _host_memory(like, False)
 
 
 def sweep(out_dir: str | Path) -> None:

@@ -570,6 +570,20 @@ def test_writer_keeps_its_memory_and_takes_what_fits_no_more_anew():
         assert same(seen[-1], {"model": [other]}) and seen[-1]["model"][0].data_ptr() != other.data_ptr()
 
 
+def test_where_memory_cannot_be_pinned_it_is_not(monkeypatch):
+    empty = torch.empty
+
+    def refusing(*shape, pin_memory=False, **more):
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(*shape, **more)
+
+    monkeypatch.setattr(torch, "empty", refusing)
+    like = torch.ones(2, 3, dtype=torch.float64)
+    found = checkpoint._host_memory(like, pinned=True)
+    assert found.shape == like.shape and found.dtype == like.dtype and not found.is_pinned()
+
+
 def test_one_write_at_a_time_and_each_error_once():
     writer, go, order = checkpoint.Writer(), threading.Event(), []
 
