@@ -30,9 +30,11 @@ FINAL_SHARE = 0.05  # of the logged steps, over whose losses the final training 
 # Settings, not NEUTRAL ones, that say what an architecture was given to learn from, and how.
 RECIPE = {
     "dataset", "sampling", "block_size", "global_batch_size", "learning_rate", "min_lr", "max_iters", "warmup_iters",
-    "lr_decay_iters", "weight_decay", "beta1", "beta2", "grad_clip", "dropout", "dtype", "eval_tokens", "vocab_size",
+    "lr_decay_iters", "weight_decay", "beta1", "beta2", "grad_clip", "skip_spikes", "dropout", "dtype", "eval_tokens",
+    "vocab_size",
 }
-SPEED = ("compile", "micro_batch_size", "activation_checkpointing", "dtype")  # settings on which step time depends
+# Settings on which step time depends.
+SPEED = ("compile", "micro_batch_size", "activation_checkpointing", "dtype", "deterministic")
 # Settings that are usually computed from another one, so that naming both in a label says one thing twice.
 DERIVED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "min_lr": lambda c: c["learning_rate"] / 10,
