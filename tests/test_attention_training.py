@@ -173,6 +173,6 @@ def test_two_ranks_equal_one_for_every_preset(one_rank, dataset, tmp_path):  # n
     for name in PRESETS:
         one, two = one_rank[name], metrics(tmp_path / name)
         assert [m.get("qk_clips") for m in one] == [m.get("qk_clips") for m in two], name
-        for key in ("loss", "grad_norm", "max_logit"):
-            assert [m.get(key, 0) for m in two] == pytest.approx([m.get(key, 0) for m in one], rel=1e-3), (name, key)
+        for key, rel in {"loss": 1e-5, "grad_norm": 1e-3, "max_logit": 1e-3}.items():
+            assert [m.get(key, 0) for m in two] == pytest.approx([m.get(key, 0) for m in one], rel=rel), (name, key)
         assert two[-2].get("qk_clips", 1) > 0
