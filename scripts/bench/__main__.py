@@ -3,6 +3,7 @@
     python -m scripts.bench step [config files] [--key=value ...]     an optimizer step: this repository's, NanoGPT's, and XSA's
     python -m scripts.bench block [config files] [--key=value ...]    a block over sequence length and width (the paper's Fig 2)
     python -m scripts.bench presets [config files] [--key=value ...]  every preset of attention: right? at what cost?
+    python -m scripts.bench decode [config files] [--key=value ...]   tokens/s of generate, this repository's and Hugging Face's
     python -m scripts.bench tokenize [--input PATH ...]               documents to shards: data.fineweb's, and two usual ways
     python -m scripts.bench checkpoint [config files] [--key=value ...]   saving: copy, writing, and steps meanwhile
 
@@ -14,7 +15,7 @@ import sys
 
 from command_line import InputError
 
-BENCHMARKS = ("step", "block", "presets", "tokenize", "checkpoint")
+BENCHMARKS = ("step", "block", "presets", "decode", "tokenize", "checkpoint")
 
 
 def main(argv: list[str]) -> int:

@@ -46,16 +46,8 @@ from configurator import Config, as_dict, load
 from model import GPT, rope_table
 from presets import PRESETS, preset_switches
 from scripts.bench import common
-from scripts.bench.common import quartiles, verdict
-from scripts.bench.step import (
-    TINY_SHAPE,
-    WARM_UP_ROUNDS,
-    flops_per_token,
-    in_fresh_process,
-    matrix_product_speed,
-    process_status,
-    synchronize,
-)
+from scripts.bench.common import WARM_UP_ROUNDS, quartiles, synchronize, take_turns, verdict
+from scripts.bench.step import TINY_SHAPE, flops_per_token, in_fresh_process, matrix_product_speed, process_status
 from scripts.compare import BASELINE_COLOUR, COLOURS, STYLE, pyplot, save_picture
 from tracker import environment
 from train import autocast_dtype
@@ -174,30 +166,12 @@ def measure(names: list[str], config: Config, rounds: int, device: torch.device)
             except torch.OutOfMemoryError:
                 pass
             free(device)
-        times = take_turns(arms, rounds)
+        times = take_turns(arms, rounds, show=False)
         for name, ms in times.items():
             results[name] |= {"step_ms": ms, "step_ms_quartiles": quartiles(ms)}
     except torch.OutOfMemoryError:  # the inputs alone; or in a round, where the arms' weights lie beside each other
         results = {name: result if "failed" in result else {"failed": OUT_OF_MEMORY} for name, result in results.items()}
     return results
-
-
-def take_turns(arms: dict[str, Arm], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each arm's step, round by round."""
-    names = list(arms)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    gc.collect()
-    gc.disable()  # a collection would land in whichever arm's turn it is
-    try:
-        for i in range(-WARM_UP_ROUNDS, rounds):
-            first = i % max(1, len(names))
-            for name in names[first:] + names[:first]:
-                elapsed = arms[name].step()
-                if i >= 0:
-                    times[name].append(elapsed)
-    finally:
-        gc.enable()
-    return times
 
 
 def free(device: torch.device) -> None:

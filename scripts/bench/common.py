@@ -1,10 +1,26 @@
-"""What the benchmarks share: flags, the spread of what was measured, and whether a figure was held. Loads no torch."""
+"""What the benchmarks share: flags, arms taking turns, the spread of what was measured, and whether a figure was held. Loads
+torch only to wait for a GPU."""
 
 import argparse
+import gc
 import statistics
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, Protocol
+
+from tqdm import tqdm
 
 from command_line import ArgumentParser, InputError
+
+WARM_UP_ROUNDS = 2
+
+
+class Steps(Protocol):
+    """What take_turns measures."""
+
+    def step(self) -> float:
+        """Milliseconds of one step."""
 
 
 def parser(name: str, rounds: int) -> ArgumentParser:
@@ -21,6 +37,42 @@ def check(own: argparse.Namespace) -> None:
         raise InputError(f"--rounds: wanted at least 2, found {own.rounds}")
     if own.json and not own.json.parent.is_dir():
         raise InputError(f"--json: no folder {own.json.parent}")
+
+
+def milliseconds(call: Callable[[], Any], device: Any) -> float:
+    """Of one call that computes on a torch.device."""
+    synchronize(device)
+    start = time.perf_counter()
+    call()
+    synchronize(device)
+    return 1000 * (time.perf_counter() - start)
+
+
+def synchronize(device: Any) -> None:
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)
+
+
+def take_turns(arms: Mapping[str, Steps], rounds: int, show: bool = True) -> dict[str, list[float]]:
+    """Milliseconds of each arm's step, round by round. All arms make a step in each, in an order that changes: every arm comes
+    first, and before and after every other."""
+    names = list(arms)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    gc.collect()
+    gc.disable()  # a collection would land in whichever arm's turn it is
+    try:
+        for i in tqdm(range(-WARM_UP_ROUNDS, rounds), desc="rounds", disable=None if show else True):
+            first = i % max(1, len(names))
+            order = names[first:] + names[:first]
+            for name in order if i // max(1, len(names)) % 2 == 0 else reversed(order):
+                elapsed = arms[name].step()
+                if i >= 0:
+                    times[name].append(elapsed)
+    finally:
+        gc.enable()
+    return times
 
 
 def quartiles(values: list[float]) -> list[float]:

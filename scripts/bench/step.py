@@ -18,7 +18,6 @@ what a step has freed would count as well. glibc reads the variable when a proce
 """
 
 import argparse
-import gc
 import itertools
 import json
 import math
@@ -45,7 +44,7 @@ from configurator import Config, as_dict, load
 from distributed import Ranks
 from model import GPT, IGNORE
 from scripts.bench import common
-from scripts.bench.common import quartiles, verdict
+from scripts.bench.common import WARM_UP_ROUNDS, quartiles, synchronize, take_turns, verdict
 from tracker import environment, peak_flops
 from train import Run, autocast_dtype
 
@@ -56,7 +55,6 @@ DEFAULT_SHAPE = ["--n_layer=4", "--block_size=512", "--micro_batch_size=4", "--g
 # Steps of this size load what a first step loads, libraries and thread pools, before memory is counted.
 TINY_SHAPE = {"n_layer": 1, "n_head": 2, "n_kv_head": 2, "n_embd": 32, "head_dim": 32, "vocab_size": 64, "block_size": 16,
               "micro_batch_size": 1, "global_batch_size": 1, "compile": False}
-WARM_UP_ROUNDS = 2
 
 Batch = tuple[Tensor, Tensor]
 
@@ -236,20 +234,7 @@ def process_status(key: str) -> int:
 def measure_time(names: list[str], config: Config, rounds: int) -> dict[str, list[float]]:
     """Milliseconds of each arm's step, round by round. All arms are in memory at once and take turns."""
     ranks = distributed.start(config)
-    arms = {name: Arm(name, config, ranks) for name in names}
-    times: dict[str, list[float]] = {name: [] for name in names}
-    orders = list(itertools.permutations(names))
-    gc.collect()
-    gc.disable()  # a collection would land in whichever arm's turn it is
-    try:
-        for i in tqdm(range(-WARM_UP_ROUNDS, rounds), desc="rounds", disable=None):
-            for name in orders[i % len(orders)]:
-                elapsed = arms[name].step()
-                if i >= 0:
-                    times[name].append(elapsed)
-    finally:
-        gc.enable()
-    return times
+    return take_turns({name: Arm(name, config, ranks) for name in names}, rounds)
 
 
 def estimate_minutes(config: Config, n_arms: int, rounds: int, device: torch.device) -> float:
@@ -273,11 +258,6 @@ def matrix_product_speed(config: Config, device: torch.device) -> float:
         synchronize(device)
         seconds = min(seconds, time.perf_counter() - start)
     return 2 * size**3 / seconds
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def flops_per_token(config: Config) -> int:
