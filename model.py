@@ -457,8 +457,10 @@ class CausalSelfAttention(nn.Module):
         path = self.path(T, device)
         if path == "flex":
             return block_mask(T, self.window or T, device)
+        if path != "masked":
+            return None
         i = torch.arange(T, device=device)
-        return _sees(i[:, None], i, self.window) if path == "masked" else None
+        return _sees(i[:, None], i, self.window)
 
     # --- stage 4: output ---------------------------------------------------------------------------------------------------
 
@@ -537,7 +539,10 @@ class MLP(nn.Module):
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return GELUProjection.apply(self.c_fc(x), self.c_proj.weight, self.c_proj.bias)
+        h = self.c_fc(x)
+        if not torch.is_grad_enabled():  # in decoding an autograd function takes as long as the products of one token
+            return self.c_proj(F.gelu(h))
+        return GELUProjection.apply(h, self.c_proj.weight, self.c_proj.bias)
 
 
 class Block(nn.Module):
@@ -614,11 +619,11 @@ class GPT(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             return None, linear_cross_entropy(x.flatten(0, 1), self.wte.weight, targets.flatten(), self.chunk_loss)
 
-    def _hidden(self, idx: Tensor, caches: list[KVCache] | None = None) -> Tensor:
+    def _hidden(self, idx: Tensor, caches: list[KVCache] | None = None, table: Rope | None = None) -> Tensor:
         """The final LayerNorm's output (B, T, C). Sinks take the first positions and are gone from the result."""
         if idx.shape[1] > self.config.block_size:
             raise ValueError(f"a sequence has at most block_size={self.config.block_size} tokens, found {idx.shape[1]}")
-        x, rope = self.embed(idx, start=caches[0].used if caches else 0)
+        x, rope = self.embed(idx, caches[0].used if caches else 0, table)
         masks: dict[int, Mask] = {}
         v1, largest = None, []
         for i, block in enumerate(self.h):
@@ -635,13 +640,18 @@ class GPT(nn.Module):
             self.max_logits = found if self.max_logits is None else torch.maximum(self.max_logits, found)
         return self.ln_f(x[:, -idx.shape[1] :])
 
-    def embed(self, idx: Tensor, start: int = 0) -> tuple[Tensor, Rope]:
-        """What the first block takes: idx (B, T) at positions from `start` on embedded, at the very start behind the sinks."""
+    def embed(self, idx: Tensor, start: int = 0, table: Rope | None = None) -> tuple[Tensor, Rope]:
+        """What the first block takes: idx (B, T) at positions from `start` on embedded, at the very start behind the sinks.
+        `table`, of positions from 0 on, saves its making."""
         config = self.config
         x = self.wte(idx)
         if config.n_sink and start == 0:
             x = torch.cat((self.sink.expand(len(x), -1, -1).to(x.dtype), x), dim=1)
-        rope = rope_table(start, start + x.shape[1], config.head_dim, config.rope_base, like=self.wte.weight)
+        stop = start + x.shape[1]
+        if table is None:
+            rope = rope_table(start, stop, config.head_dim, config.rope_base, like=self.wte.weight)
+        else:
+            rope = Rope(*(t[start:stop] for t in table))
         return self.drop(self.ln_emb(x)), rope
 
     def take_max_logits(self) -> Tensor:
@@ -732,17 +742,19 @@ class GPT(nn.Module):
         if not 0 <= temperature < math.inf or (top_k is not None and top_k < 1):
             raise ValueError(f"generate wants a finite temperature >= 0 and top_k >= 1, found {temperature} and {top_k}")
         generator = None if seed is None else torch.Generator(idx.device).manual_seed(seed)
-        block_size = self.config.block_size
-        caches = [KVCache(self.config.n_sink + block_size) for _ in self.h]
+        config, block_size = self.config, self.config.block_size
+        length = config.n_sink + block_size
+        caches = [KVCache(length) for _ in self.h]
+        table = rope_table(0, length, config.head_dim, config.rope_base, like=self.wte.weight)
         training = self.training
         self.eval()
         try:
             for _ in range(max_new_tokens):
                 if idx.shape[1] > block_size:
-                    x = self._hidden(idx[:, -block_size:])
+                    x = self._hidden(idx[:, -block_size:], table=table)
                 else:
-                    cached = max(0, caches[0].used - self.config.n_sink)
-                    x = self._hidden(idx[:, cached:], caches)
+                    cached = max(0, caches[0].used - config.n_sink)
+                    x = self._hidden(idx[:, cached:], caches, table)
                 logits = F.linear(x[:, -1], self.wte.weight)[:, :n_vocab]
                 idx = torch.cat((idx, _sample(logits, temperature, top_k, generator)), dim=1)
         finally:

@@ -21,6 +21,7 @@ from model import (
     rope_table,
     rotate,
 )
+from scripts.bench.decode import as_gpt_neox
 
 VARIANTS = ["sa", "xsa"]
 TINY = {"block_size": 16, "vocab_size": 61, "n_layer": 2, "n_head": 4, "n_embd": 32}
@@ -43,34 +44,14 @@ def tokens(B=2, T=11, seed=0) -> torch.Tensor:
 
 
 def test_logits_equal_gpt_neox_with_the_same_weights():
-    """GPT-NeoX has the paper's parts: LayerNorm, full rotary in halves, 4x exact GELU, sequential residual. Its missing
-    embedding LayerNorm is put into the embedding matrix: every row normalised beforehand."""
-    transformers = pytest.importorskip("transformers")
+    """GPT-NeoX has the paper's parts: LayerNorm, full rotary in halves, 4x exact GELU, sequential residual."""
+    pytest.importorskip("transformers")
     ours = tiny(bias=True)
-    c = ours.config
-    theirs = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(
-        vocab_size=c.vocab_size, hidden_size=c.n_embd, num_hidden_layers=c.n_layer, num_attention_heads=c.n_head,
-        intermediate_size=4 * c.n_embd, hidden_act="gelu", rotary_pct=1.0, rotary_emb_base=10000,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
-        max_position_embeddings=c.block_size, layer_norm_eps=1e-5, use_parallel_residual=False, attention_bias=True,
-        tie_word_embeddings=False, attn_implementation="eager",
-    )).double().eval()
     with torch.no_grad():
         for p in ours.parameters():
             if p.ndim == 1:  # gains and biases as training would leave them: not 1 and 0
                 p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()), dtype=p.dtype))
-        theirs.get_input_embeddings().weight.copy_(ours.ln_emb(ours.wte.weight))
-        theirs.get_output_embeddings().weight.copy_(ours.wte.weight)
-        pairs = [(ours.ln_f, theirs.gpt_neox.final_layer_norm)]
-        for a, b in zip(ours.h, theirs.gpt_neox.layers, strict=True):
-            pairs += [(a.ln_1, b.input_layernorm), (a.ln_2, b.post_attention_layernorm), (a.attn.c_proj, b.attention.dense),
-                      (a.mlp.c_fc, b.mlp.dense_h_to_4h), (a.mlp.c_proj, b.mlp.dense_4h_to_h)]
-            d = c.head_dim  # ours lies q heads, k heads, v heads; theirs q, k, v of head 0, then of head 1, ...
-            for name in ("weight", "bias"):
-                qkv = getattr(a.attn.c_attn, name).unflatten(0, (3, c.n_head, d)).transpose(0, 1).flatten(0, 2)
-                getattr(b.attention.query_key_value, name).copy_(qkv)
-        for a, b in pairs:
-            b.load_state_dict(a.state_dict())
+    theirs = as_gpt_neox(ours)
     idx = tokens()
     # Hugging Face's rotary table is fp32 whatever the model is.
     torch.testing.assert_close(ours(idx)[0], theirs(idx).logits, rtol=1e-5, atol=1e-5)
