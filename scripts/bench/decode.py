@@ -37,6 +37,7 @@ from scripts.bench import common
 from scripts.bench.common import quartiles, take_turns, verdict
 from tracker import environment
 
+
 def build(config: Config, device: torch.device) -> GPT:
     with device:
         model = GPT(config.model_config(), seed=config.seed).eval()
