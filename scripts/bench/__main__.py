@@ -4,6 +4,7 @@
     python -m scripts.bench block [config files] [--key=value ...]    a block over sequence length and width (the paper's Fig 2)
     python -m scripts.bench presets [config files] [--key=value ...]  every preset of attention: right? at what cost?
     python -m scripts.bench decode [config files] [--key=value ...]   tokens/s of generate, this repository's and Hugging Face's
+    python -m scripts.bench loss [config files] [--key=value ...]     the loss: ours, the plain one, torch's, Liger kernel's
     python -m scripts.bench tokenize [--input PATH ...]               documents to shards: data.fineweb's, and two usual ways
     python -m scripts.bench checkpoint [config files] [--key=value ...]   saving: copy, writing, and steps meanwhile
 
@@ -15,7 +16,7 @@ import sys
 
 from command_line import InputError
 
-BENCHMARKS = ("step", "block", "presets", "decode", "tokenize", "checkpoint")
+BENCHMARKS = ("step", "block", "presets", "decode", "loss", "tokenize", "checkpoint")
 
 
 def main(argv: list[str]) -> int:

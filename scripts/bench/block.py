@@ -323,11 +323,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     if not 0 < own.minutes < math.inf:
         raise InputError(f"--minutes: wanted a number above 0, found {own.minutes}")
     has_file = any(not argument.startswith("-") for argument in rest)
-    device = distributed.start(load(rest)).device
-    if device.type not in DEFAULTS:
-        raise InputError(f"device: wanted cpu or cuda, found {device}: peak memory cannot be read elsewhere")
-    if device.type == "cpu" and not Path("/proc/self/status").exists():
-        raise InputError("peak memory on CPU is read from /proc, which this system does not have")
+    device = common.measurable(distributed.start(load(rest)).device)
     shape, lengths, widths = DEFAULTS[device.type]
     config = replace(load(rest if has_file else shape + rest), device=str(device))
     if config.n_sink:

@@ -39,6 +39,15 @@ def check(own: argparse.Namespace) -> None:
         raise InputError(f"--json: no folder {own.json.parent}")
 
 
+def measurable(device: Any) -> Any:
+    """A torch.device whose peak memory can be read. Raises InputError for another."""
+    if device.type not in ("cpu", "cuda"):
+        raise InputError(f"device: wanted cpu or cuda, found {device}: peak memory cannot be read elsewhere")
+    if device.type == "cpu" and not Path("/proc/self/status").exists():
+        raise InputError("peak memory on CPU is read from /proc, which this system does not have")
+    return device
+
+
 def milliseconds(call: Callable[[], Any], device: Any) -> float:
     """Of one call that computes on a torch.device."""
     synchronize(device)

@@ -349,11 +349,7 @@ def main(argv: list[str]) -> int:
         print(__doc__)
         return 0
     own, config = parse(argv)
-    device = distributed.start(config).device
-    if device.type not in ("cpu", "cuda"):
-        raise InputError(f"device: wanted cpu or cuda, found {device}: peak memory cannot be read elsewhere")
-    if device.type == "cpu" and not Path("/proc/self/status").exists():
-        raise InputError("peak memory on CPU is read from /proc, which this system does not have")
+    device = common.measurable(distributed.start(config).device)
     facts = environment(device)
     compiled = config.compile or (config.compile is None and device.type == "cuda")
     dtype = str(autocast_dtype(config.dtype, device) or torch.float32).removeprefix("torch.")
