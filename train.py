@@ -163,7 +163,7 @@ class Run:
                 tracker.advance()
                 bad = metrics["loss"] is None
                 if bad or self.step % config.log_interval == 0 or self.step >= config.max_iters:
-                    self._report_step(metrics, clock)
+                    self._report_step(metrics | {"data_ms": 1e3 * batches.take_waited() / clock.steps}, clock)
                 if config.diagnostics_interval and self.step % config.diagnostics_interval == 0:
                     with clock.paused():
                         self._diagnose()

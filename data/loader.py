@@ -11,6 +11,7 @@ random generator is read or moved.
 
 import hashlib
 import threading
+import time
 from collections.abc import Iterator
 from functools import lru_cache
 from queue import SimpleQueue
@@ -119,6 +120,7 @@ class Batches:
         self._stop = threading.Event()
         # The thread must not hold this object, or an iterator that is dropped would never end it.
         arguments = (loader, start_step, self._queue, self._free, self._stop)
+        self._waited = 0.0
         self._thread = threading.Thread(target=_read_ahead, args=arguments, name="loader", daemon=True)
         self._thread.start()
 
@@ -128,7 +130,9 @@ class Batches:
     def __next__(self) -> Batch:
         if self._stop.is_set():
             raise StopIteration
+        start = time.perf_counter()
         item = self._queue.get()
+        self._waited += time.perf_counter() - start
         self._free.release()
         if isinstance(item, BaseException):
             self.close()
@@ -136,6 +140,11 @@ class Batches:
         (x, y), digest = item
         self.digest = (self.digest + digest) % 2**64
         return x.to(self._device, non_blocking=True), y.to(self._device, non_blocking=True)
+
+    def take_waited(self) -> float:
+        """Seconds that `next` has waited for the thread since this was last asked."""
+        waited, self._waited = self._waited, 0.0
+        return waited
 
     def close(self) -> None:
         """End the reading thread and wait for it."""

@@ -352,7 +352,8 @@ def flags(dataset, task_data) -> list[str]:
 
 def curve(out_dir: Path) -> list[dict]:
     lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in ("step_ms", "tokens_per_s", "peak_memory_gb")} for line in lines]
+    timings = "step_ms", "data_ms", "tokens_per_s", "peak_memory_gb"
+    return [{k: v for k, v in line.items() if k not in timings} for line in lines]
 
 
 @pytest.fixture(scope="module")

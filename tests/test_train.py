@@ -93,8 +93,9 @@ def test_run_folder(straight, dataset):
     assert [m["step"] for m in lines if m["split"] == "val"] == [0, 4, 8, 12]
     assert all(m["tokens"] == m["step"] * 8 * 32 for m in lines)
     keys = {"step", "tokens", "split", "loss"}
-    more = {"lr", "grad_norm", "step_ms", "tokens_per_s", "mfu", "peak_memory_gb", "bad_steps", "spikes", "data_hash"}
+    more = {"lr", "grad_norm", "step_ms", "data_ms", "tokens_per_s", "mfu", "peak_memory_gb", "bad_steps", "spikes", "data_hash"}
     assert all(set(m) == (keys | more if m["split"] == "train" else keys) for m in lines)
+    assert all(0 <= m["data_ms"] < m["step_ms"] for m in lines if m["split"] == "train")
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
     assert sorted(p.name for p in straight.iterdir()) == [
         "ckpt_00000009.pt", "ckpt_00000012.pt", "config.json", "latest", "log.txt", "metrics.jsonl"]
