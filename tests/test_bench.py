@@ -192,7 +192,7 @@ def test_command(tmp_path):
 
 
 @pytest.mark.parametrize("argv, said", [
-    ([], "wanted one of step, block, presets, decode, loss, loader, tokenize, checkpoint, found none"),
+    ([], "wanted one of step, block, presets, decode, loss, optimizer, loader, tokenize, checkpoint, found none"),
     (["pace"], "checkpoint, found 'pace'"),
     (["step", "--rounds=1"], "--rounds: wanted at least 2"),
     (["step", "--rounds=x"], "rounds"),

@@ -6,6 +6,7 @@
     python -m scripts.bench decode [config files] [--key=value ...]   tokens/s of generate, this repository's and Hugging Face's
     python -m scripts.bench loss [config files] [--key=value ...]     the loss: ours, the plain one, torch's, Liger kernel's
     python -m scripts.bench loader [config files] [--key=value ...]   share of a step that waits for data; the loader's speed
+    python -m scripts.bench optimizer [config files] [--key=value ...]    fused AdamW with clipping beside foreach and for-loop
     python -m scripts.bench tokenize [--input PATH ...]               documents to shards: data.fineweb's, and two usual ways
     python -m scripts.bench checkpoint [config files] [--key=value ...]   saving: copy, writing, and steps meanwhile
 
@@ -17,7 +18,7 @@ import sys
 
 from command_line import InputError
 
-BENCHMARKS = ("step", "block", "presets", "decode", "loss", "loader", "tokenize", "checkpoint")
+BENCHMARKS = ("step", "block", "presets", "decode", "loss", "optimizer", "loader", "tokenize", "checkpoint")
 
 
 def main(argv: list[str]) -> int:
