@@ -192,11 +192,11 @@ def test_command(tmp_path):
 
 
 @pytest.mark.parametrize("argv, said", [
-    ([], "wanted one of step, block, presets, decode, loss, optimizer, loader, tokenize, checkpoint, found none"),
+    ([], "wanted one of step, block, presets, decode, loss, optimizer, loader, peers, tokenize, checkpoint, found none"),
     (["pace"], "checkpoint, found 'pace'"),
     (["step", "--rounds=1"], "--rounds: wanted at least 2"),
     (["step", "--rounds=x"], "rounds"),
-    (["step", "--compare=gpt2"], "wanted nanogpt, xsa or both, found 'gpt2'"),
+    (["step", "--compare=gpt2"], "wanted some of nanogpt, hf, xsa, found 'gpt2'"),
     (["step", "--json=no/such/folder.json"], "no folder no/such"),
     (["step", "--nlayer=2"], "did you mean n_layer"),
     (["step", "config/none.py"], "config/none.py"),

@@ -1,6 +1,7 @@
 """Benchmarks, each a module of this folder:
 
     python -m scripts.bench step [config files] [--key=value ...]     an optimizer step: this repository's, NanoGPT's, and XSA's
+    python -m scripts.bench peers [config files] [--key=value ...]    a step beside NanoGPT's and a Hugging Face Trainer's
     python -m scripts.bench block [config files] [--key=value ...]    a block over sequence length and width (the paper's Fig 2)
     python -m scripts.bench presets [config files] [--key=value ...]  every preset of attention: right? at what cost?
     python -m scripts.bench decode [config files] [--key=value ...]   tokens/s of generate, this repository's and Hugging Face's
@@ -18,7 +19,7 @@ import sys
 
 from command_line import InputError
 
-BENCHMARKS = ("step", "block", "presets", "decode", "loss", "optimizer", "loader", "tokenize", "checkpoint")
+BENCHMARKS = ("step", "block", "presets", "decode", "loss", "optimizer", "loader", "peers", "tokenize", "checkpoint")
 
 
 def main(argv: list[str]) -> int:

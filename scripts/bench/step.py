@@ -6,7 +6,7 @@
 The command line is train.py's: config files, then --key=value. A step is an optimizer step as these give it, train.py's own
 for sa and xsa: forward and backward over global_batch_size / micro_batch_size micro-batches, clipping, AdamW. Flags of its own:
     --rounds=N       timed rounds (default 6); in each every arm makes one step, in an order that changes from round to round
-    --compare=A,B    what to measure beside sa: nanogpt, xsa or both (default both)
+    --compare=A,B    what to measure beside sa: nanogpt, hf (see `peers`), xsa (default nanogpt,xsa)
     --json=FILE      also write every measurement, with versions and hardware
 
 Ratios of time are medians over rounds of the ratio within a round, so that a machine that is slow for a while is slow for all.
@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,8 @@ from scripts.bench.common import WARM_UP_ROUNDS, quartiles, synchronize, take_tu
 from tracker import environment, peak_flops
 from train import Run, autocast_dtype
 
-ARMS = ("nanogpt", "sa", "xsa")
-PAIRS = (("sa", "nanogpt"), ("xsa", "sa"))
+ARMS = ("nanogpt", "hf", "sa", "xsa")
+PAIRS = (("sa", "nanogpt"), ("sa", "hf"), ("xsa", "sa"))
 # Without a config file: GPT-2's width and vocabulary, cut in depth and length to what a CPU can do while one waits.
 DEFAULT_SHAPE = ["--n_layer=4", "--block_size=512", "--micro_batch_size=4", "--global_batch_size=4"]
 # Steps of this size load what a first step loads, libraries and thread pools, before memory is counted.
@@ -124,13 +125,19 @@ class NanoGPTRun:
         torch.set_float32_matmul_precision("high")  # it allows TF32, as train.py does
         torch.manual_seed(config.seed)
         with device:
-            self.model = NanoGPT(config)
+            self.model = self.build_model(config)
         groups = [{"params": [p for p in self.model.parameters() if p.ndim >= 2], "weight_decay": config.weight_decay},
                   {"params": [p for p in self.model.parameters() if p.ndim < 2], "weight_decay": 0.0}]
         fused = {"fused": True} if device.type == "cuda" else {}  # elsewhere the argument is not given at all
-        self.optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), **fused)
+        self.optimizer = self.build_optimizer(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), **fused)
         compiled = config.compile or (config.compile is None and device.type == "cuda")
         self.forward = torch.compile(self.model) if compiled else self.model
+
+    def build_model(self, config: Config) -> nn.Module:
+        return NanoGPT(config)
+
+    def build_optimizer(self, groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(groups, **settings)
 
     def train_step(self, batches: Iterator[Batch]) -> dict[str, float]:
         """One optimizer step.
@@ -171,6 +178,10 @@ class Arm:
         self.name, self.device = name, ranks.device
         if name == "nanogpt":
             self.run = NanoGPTRun(config, ranks.device)
+        elif name == "hf":
+            from scripts.bench.peers import HuggingFaceRun
+
+            self.run = HuggingFaceRun(config, ranks.device)
         else:
             self.run = OurRun(config.with_attention(name), ranks)
             self.run._build(None)
@@ -307,6 +318,8 @@ def figures(result: dict[str, Any], config: Config, device: str, compiled: bool)
         lines.append(verdict("step time, sa / nanogpt", ratio["time"], 1.0, ratio["time_quartiles"]))
         if config.vocab_size == 50304:
             lines.append(verdict("peak memory, sa / nanogpt", ratio["memory"], 0.7))
+    if ratio := result["ratios"].get("sa/hf"):
+        lines.append(verdict("step time, sa / hf", ratio["time"], 1.0, ratio["time_quartiles"]))
     if ratio := result["ratios"].get("xsa/sa"):
         if device == "cpu" or compiled:
             limit = 1.02 if device == "cpu" else 1.01
@@ -323,32 +336,37 @@ def figures(result: dict[str, Any], config: Config, device: str, compiled: bool)
 # --- command line -----------------------------------------------------------------------------------------------------------
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
-    """The benchmark's flags (rounds, arms, json) and the run's settings. Raises InputError."""
-    parser = common.parser("step", rounds=6)
+def parse(argv: list[str], name: str = "step") -> tuple[argparse.Namespace, Config]:
+    """The flags (rounds, arms, json) of the benchmark `name` and the run's settings. Raises InputError."""
+    parser = common.parser(name, rounds=6)
     parser.add_argument("--compare", default="nanogpt,xsa")
     own, rest = parser.parse_known_args(argv)
     common.check(own)
     compared = own.compare.split(",")
-    if unknown := [name for name in compared if name not in ("nanogpt", "xsa")]:
-        raise InputError(f"--compare: wanted nanogpt, xsa or both, found {unknown[0]!r}")
+    if unknown := [name for name in compared if name not in ARMS or name == "sa"]:
+        raise InputError(f"--compare: wanted some of nanogpt, hf, xsa, found {unknown[0]!r}")
     own.arms = [name for name in ARMS if name == "sa" or name in compared]
     has_file = any(not argument.startswith("-") for argument in rest)
     config = load(rest if has_file else DEFAULT_SHAPE + rest)
     config.accumulation(1)
-    if "nanogpt" in compared and (config.n_kv_head != config.n_head or config.n_sink):
-        raise InputError("NanoGPT has neither n_kv_head nor n_sink: use --compare=xsa")
+    if own.arms[0] != "sa" and (config.n_kv_head != config.n_head or config.n_sink):
+        raise InputError("NanoGPT and GPT-NeoX have neither n_kv_head nor n_sink: use --compare=xsa")
+    if "hf" in compared:
+        if config.n_head * config.head_dim != config.n_embd:
+            raise InputError(f"head_dim: GPT-NeoX's is n_embd / n_head, found {config.head_dim}: use --compare without hf")
+        if find_spec("transformers") is None:
+            raise InputError("hf needs transformers: pip install transformers, or use --compare without hf")
     if config.dtype == "float16":
         raise InputError("dtype: wanted float32 or bfloat16, found float16: its loss scale skips steps")
     return own, config
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str], name: str = "step") -> int:
     """Runs the benchmark. Raises InputError."""
     if "--help" in argv or "-h" in argv:
         print(__doc__)
         return 0
-    own, config = parse(argv)
+    own, config = parse(argv, name)
     device = common.measurable(distributed.start(config).device)
     facts = environment(device)
     compiled = config.compile or (config.compile is None and device.type == "cuda")
