@@ -68,6 +68,7 @@ class Config(GPTConfig):
     diagnostics_interval: Annotated[int, "steps between looks into the layers, logged as split diagnostics "
                                     "(eval/diagnostics.py); 0: none"] = 0
     log_interval: Annotated[int, "steps between lines of metrics.jsonl and the console"] = 10
+    profile: Annotated[int, "torch's profiler over the five steps after step N: trace and table in out_dir; 0: off"] = 0
     save_interval: Annotated[int, "steps between checkpoints; there is always one at the end"] = 1_000
     keep_checkpoints: Annotated[int, "newest checkpoints that are kept"] = 2
     milestone_interval: Annotated[int, "checkpoints at multiples of this step are kept for good; 0: none"] = 0
@@ -106,7 +107,7 @@ class Config(GPTConfig):
                     "log_interval", "save_interval", "keep_checkpoints", "dist_timeout"):
             require(getattr(self, key) >= 1, key, "at least 1")
         for key in ("max_iters", "warmup_iters", "lr_decay_iters", "weight_decay", "grad_clip", "skip_spikes",
-                    "milestone_interval", "diagnostics_interval", "seed"):
+                    "milestone_interval", "diagnostics_interval", "profile", "seed"):
             require(0 <= getattr(self, key) < math.inf, key, "finite and not negative")
         require(self.seed < 2**63, "seed", "below 2**63")
         require(self.max_iters < 10**8, "max_iters", "below 10**8 (a checkpoint's name has 8 digits)")

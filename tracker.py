@@ -81,6 +81,50 @@ class Clock:
         return seconds
 
 
+class Profile:
+    """torch's profiler over PROFILED_STEPS training steps after step `first`: profile_trace.json for chrome://tracing or Perfetto
+    and profile.txt, operators by their own time and by the memory they take, in out_dir. Off where `first` is 0. These steps are
+    slower than others, and so is the line of metrics.jsonl that they are in."""
+
+    def __init__(self, first: int, out_dir: str | Path, device: torch.device):
+        self.first, self._out_dir, self._device = first, Path(out_dir), device
+        self._profiler: torch.profiler.profile | None = None
+
+    def before(self, step: int) -> None:
+        """To be called with the number of completed steps before each step."""
+        if self.first and step == self.first:
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if self._device.type == "cuda":
+                activities.append(torch.profiler.ProfilerActivity.CUDA)
+            self._profiler = torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True)
+            self._profiler.start()
+
+    def after(self, step: int) -> str | None:
+        """And after it; what to say when the files are written."""
+        if self._profiler is None or step < self.first + PROFILED_STEPS:
+            return None
+        return self._write(step)
+
+    def close(self, step: int) -> None:
+        """Writes what there is of a run that ends in between."""
+        if self._profiler is not None:
+            self._write(step)
+
+    def _write(self, step: int) -> str:
+        profiler, self._profiler = self._profiler, None
+        profiler.stop()
+        trace = self._out_dir / "profile_trace.json"
+        profiler.export_chrome_trace(str(trace.with_suffix(".tmp")))
+        os.replace(trace.with_suffix(".tmp"), trace)
+        where = self._device.type
+        averages = profiler.key_averages()
+        tables = (averages.table(sort_by=f"self_{where}_{what}", row_limit=40, max_name_column_width=60)
+                  for what in ("time_total", "memory_usage"))
+        head = f"steps {self.first + 1} to {step} on {device_name(self._device)}, torch {torch.__version__}; all steps together"
+        write_aside(self._out_dir / "profile.txt", "\n\n".join((head, *tables)) + "\n")
+        return f"profile of steps {self.first + 1} to {step}: {self._out_dir / 'profile.txt'}, {trace}"
+
+
 def peak_memory_gb(device: torch.device) -> float:
     """Largest use so far in GB (1e9 bytes): of the GPU by tensors, elsewhere of main memory by the process."""
     if device.type == "cuda":
@@ -115,6 +159,7 @@ def git_commit() -> str | None:
 
 
 _CONSOLE_SECONDS = 5.0
+PROFILED_STEPS = 5
 
 
 class Silent:

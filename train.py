@@ -31,7 +31,7 @@ from eval.diagnostics import diagnose
 from eval.local_data import TASKS
 from model import GPT
 from safety import SpikeGuard, set_deterministic
-from tracker import Clock, Silent, Tracker, device_name, environment, peak_flops, peak_memory_gb
+from tracker import Clock, Profile, Silent, Tracker, device_name, environment, peak_flops, peak_memory_gb
 
 DIAGNOSED_WINDOWS = 4  # of validation, small beside a step
 
@@ -144,6 +144,8 @@ class Run:
     def _loop(self) -> None:
         config, tracker = self.config, self.tracker
         clock, before = Clock(), self.data_hash
+        profile = Profile(config.profile if self.ranks.is_master else 0, config.out_dir, self.device)
+        self.at_exit.callback(lambda: profile.close(self.step))
         with closing(self.loader.batches(self.step)) as batches:
             while True:
                 at_end = self.step >= config.max_iters  # more where a resumed run is given fewer steps
@@ -156,10 +158,14 @@ class Run:
                         self.save(last=at_end or self.stopping)
                 if at_end or self.stopping:
                     break
+                profile.before(self.step)
                 metrics = self.train_step(batches)
                 self.data_hash = before + batches.digest
                 self.writer.check()
                 clock.steps += 1
+                with clock.paused():
+                    if written := profile.after(self.step):
+                        tracker.say(written)
                 tracker.advance()
                 bad = metrics["loss"] is None
                 if bad or self.step % config.log_interval == 0 or self.step >= config.max_iters:
