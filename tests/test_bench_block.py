@@ -158,6 +158,18 @@ def test_figures_from_known_numbers():
     assert "missed by 0.0%" not in bench.figures(record | {"device": "cuda", "compiled": True})[0]
 
 
+def test_slopes_of_known_powers():
+    def cell(T, C):
+        arm = {"step_ms_quartiles": [0.0, 3.0 * T**1.5 * C, 0.0], "peak_memory_bytes": 7 * T * C**2}
+        return {"T": T, "n_embd": C, "arms": {"sa": arm, "xsa": {"failed": "out of memory"} if T > 16 else arm}}
+
+    record = {"arms": ["sa", "xsa"], "cells": [cell(16, 32), cell(64, 32), cell(128, 32), cell(16, 64)], "config": vars(CONFIG)}
+    found = bench.slopes(record)
+    assert found["T"] == {"sa": pytest.approx({"time": 1.5, "memory": 1.0})}
+    assert found["n_embd"]["xsa"] == pytest.approx({"time": 1.0, "memory": 2.0})
+    assert bench.slope_lines(record)[0] == "time grows as T to the power of 1.50 (sa)"
+
+
 @pytest.mark.parametrize("argv, said", [
     (["--rounds=1"], "--rounds: wanted at least 2"),
     (["--minutes=0"], "--minutes"),

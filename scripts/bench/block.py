@@ -29,6 +29,7 @@ import argparse
 import gc
 import json
 import math
+import statistics
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -241,6 +242,34 @@ def figures(record: dict[str, Any]) -> list[str]:
     return lines
 
 
+def slopes(record: dict[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
+    """How cost grows: by axis ("T", "n_embd") and arm, the exponents of "time" (medians) and "memory", which are slopes of least
+    squares between logarithms over all sizes of the axis; arms with fewer than two sizes are left out."""
+    config = record["config"]
+    found: dict[str, dict[str, dict[str, float]]] = {"T": {}, "n_embd": {}}
+    for key, fixed, held in (("T", "n_embd", config["n_embd"]), ("n_embd", "T", config["block_size"])):
+        for name in record["arms"]:
+            arms = {cell[key]: cell["arms"][name] for cell in record["cells"] if cell[fixed] == held}
+            good = {x: arm for x, arm in arms.items() if "failed" not in arm}
+            if len(good) > 1:
+                costs = {"time": [arm["step_ms_quartiles"][1] for arm in good.values()],
+                         "memory": [arm["peak_memory_bytes"] for arm in good.values()]}
+                logs = {what: [math.log(value) for value in values] for what, values in costs.items()}
+                found[key][name] = {what: statistics.linear_regression([math.log(x) for x in good], values).slope
+                                    for what, values in logs.items()}
+    return found
+
+
+def slope_lines(record: dict[str, Any]) -> list[str]:
+    """slopes(), a line for each axis."""
+    lines = []
+    for key, arms in slopes(record).items():
+        label = "T" if key == "T" else "d_model"
+        for what in ("time", "memory") if arms else ():
+            lines.append(f"{what} grows as {label} to the power of " + ", ".join(f"{arms[n][what]:.2f} ({n})" for n in arms))
+    return lines
+
+
 def draw(record: dict[str, Any], path: Path) -> None:
     """block.png from the content of block.json: time and memory, over T and over d_model. Raises InputError without
     matplotlib."""
@@ -256,6 +285,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
             cells = sorted((cell for cell in record["cells"] if cell[fixed] == held[fixed]), key=lambda cell: cell[key])
             x = [cell[key] for cell in cells]
             where = f"{'d_model' if fixed == 'n_embd' else 'T'} {held[fixed]}"
+            grows = slopes(record)[key]
             for i, name in enumerate(arms):
                 good = [cell for cell in cells if "failed" not in cell["arms"][name]]
                 places = [cell[key] for cell in good]
@@ -267,8 +297,11 @@ def draw(record: dict[str, Any], path: Path) -> None:
                 axes[row, 0].errorbar(places, [middle for _, middle, _ in ms], yerr=spread, capsize=2, **look)
                 axes[row, 1].plot(places, [arm["peak_memory_bytes"] / unit for arm in measured], **look)
             _write(axes[row], cells, key, arms, unit)
-            for axis, title, what in ((axes[row, 0], "Time", "ms"), (axes[row, 1], "Peak memory", unit_name)):
-                axis.set(title=f"{title}, {where}", xlabel=label, ylabel=f"{title.lower()} ({what})")
+            for axis, title, what, cost in ((axes[row, 0], "Time", "ms", "time"),
+                                            (axes[row, 1], "Peak memory", unit_name, "memory")):
+                slope = ", ".join(f"{name} {grows[name][cost]:.2f}" for name in grows)
+                title = f"{title}, {where}" + (f"\nslope {slope}" if slope else "")
+                axis.set(title=title, xlabel=label, ylabel=f"{cost} ({what})")
                 if not any("failed" not in arm for cell in cells for arm in cell["arms"].values()):
                     continue  # an axis without a number can have no logarithm
                 axis.set(xscale="log", yscale="log")
@@ -410,9 +443,9 @@ def main(argv: list[str]) -> int:
             slower = max(1.0, (time.monotonic() - start) / sum(seconds[: i + 1]))
         record["cells"].append({"T": size.block_size, "n_embd": size.n_embd, "n_head": size.n_head, "arms": arms,
                                 "ratios": ratios(arms, own.arms[0])})
-        write_aside(path, json.dumps(record, indent=1) + "\n")
+        write_aside(path, json.dumps(record | {"slopes": slopes(record)}, indent=1) + "\n")
     print(table(record))
-    print("\n".join(figures(record)))
+    print("\n".join(slope_lines(record) + figures(record)))
     if all("failed" in arm for cell in record["cells"] for arm in cell["arms"].values()):
         raise RuntimeError("nothing could be measured: " + ", ".join(
             sorted({arm["failed"] for cell in record["cells"] for arm in cell["arms"].values()})))
