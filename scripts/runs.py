@@ -14,7 +14,7 @@ NEUTRAL = {
     "out_dir", "seed", "init_from", "eval_only", "device", "compile", "backend", "dist_timeout", "micro_batch_size",
     "activation_checkpointing", "wandb_log", "wandb_project", "wandb_run_name", "wandb_group", "log_interval", "save_interval",
     "eval_interval", "deterministic", "keep_checkpoints", "milestone_interval", "max_bad_steps", "eval_tasks", "eval_tasks_limit",
-    "eval_tasks_data", "diagnostics_interval",
+    "eval_tasks_data", "diagnostics_interval", "profile",
 }
 
 
