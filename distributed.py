@@ -104,6 +104,18 @@ class Ranks:
             time.sleep(0.1)
 
 
+def lost_rank(error: BaseException) -> str | None:
+    """What an error of torch.distributed says of another rank in plain words, None for any other error: its own names sockets, and
+    the cause is what the other rank has said."""
+    text = str(error)
+    kinds = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
+    if not isinstance(error, kinds) and not (isinstance(error, RuntimeError) and "/gloo/" in text):
+        return None
+    if "imed out" in text or "imeout" in text:
+        return "another rank did not answer within dist_timeout: it hangs, or its node does; if it only was slow, raise dist_timeout"
+    return "another rank is gone; its error is the cause"
+
+
 def start(config: Config, stop: StopRequest | None = None) -> Ranks:
     """Picks the device and joins the other ranks, if any. Raises InputError for a device that is not there."""
     ranks, local_rank = world_size(), int(os.environ.get("LOCAL_RANK", 0))

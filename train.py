@@ -9,6 +9,7 @@ or bad input, found before any work starts.
 """
 
 import math
+import re
 import sys
 import traceback
 from contextlib import ExitStack, closing, nullcontext
@@ -57,8 +58,8 @@ def main(argv: list[str], stop: StopRequest | None = None) -> int:
         return 1
     except Exception as error:
         where = "" if ranks is None or ranks.world_size == 1 else f"rank {ranks.rank}: "
-        if where and "Connection closed by peer" in str(error):  # gloo's words; the cause is what the peer has said
-            print(f"error: {where}another rank is gone; its error is the cause", file=sys.stderr)
+        if where and (reason := distributed.lost_rank(error)):
+            print(f"error: {where}{reason} ({' '.join(str(error).split())[:200]})", file=sys.stderr)
             return 1
         traceback.print_exc()
         print(f"error: {where}{type(error).__name__}: {error}", file=sys.stderr)
@@ -126,12 +127,12 @@ class Run:
         try:
             self._loop()
             failed = False
-        except torch.OutOfMemoryError:
-            raise RunError(self._out_of_memory()) from None
         except InputError as error:  # found while the run was under way: no reason for exit status 2
             raise RunError(f"rank {self.ranks.rank}: step {self.step + 1}: {error}") from None
-        except RuntimeError as error:
-            if "not enough memory" in str(error):  # what torch's CPU allocator says
+        except OSError as error:  # a disk that is full or gone
+            raise RunError(f"rank {self.ranks.rank}: step {self.step}: {error}") from None
+        except Exception as error:
+            if is_out_of_memory(error):
                 raise RunError(self._out_of_memory()) from None
             if "not have a deterministic implementation" in str(error):
                 raise RunError(f"deterministic=True: {str(error).partition(', but you set')[0]}") from None
@@ -255,9 +256,16 @@ class Run:
         return not config.eval_only and state["step"] >= config.max_iters and state["evaluated_step"] == state["step"]
 
     def _lock(self) -> None:
-        """Keeps other runs out of out_dir, if it exists, until this one ends."""
-        if Path(self.config.out_dir).is_dir() and not self.config.eval_only:
-            self.at_exit.callback(checkpoint.lock(self.config.out_dir))
+        """Keeps other runs out of out_dir, if it exists, until this one ends, and removes what a killed one left half-written:
+        here, because a run that turns out to be finished goes no further."""
+        out_dir = self.config.out_dir
+        if not Path(out_dir).is_dir() or self.config.eval_only:
+            return
+        try:
+            self.at_exit.callback(checkpoint.lock(out_dir))
+            checkpoint.sweep(out_dir)
+        except OSError as error:
+            raise InputError(f"out_dir={out_dir}: {error}") from None
 
     def _build(self, state: dict[str, Any] | None) -> None:
         """Model, optimizer and scaler, new or from a checkpoint's state."""
@@ -291,7 +299,6 @@ class Run:
                 if not Path(config.out_dir).is_dir():
                     Path(config.out_dir).mkdir(parents=True)
                     self._lock()
-                checkpoint.sweep(config.out_dir)
                 evaluated = self.evaluated_step == self.step
                 self.tracker = Tracker(config, self.step, evaluated, self.wandb_id, self._describe())
                 self.wandb_id = self.tracker.wandb_id
@@ -614,6 +621,12 @@ class Run:
             advice += "; --activation_checkpointing=True saves more"
         found = f"out of memory at step {self.step} with micro_batch_size={config.micro_batch_size}"
         return f"rank {self.ranks.rank}: {found}: {advice}"
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether memory has run out, a GPU's or the host's; torch's CPU allocator says so in words alone."""
+    said = isinstance(error, RuntimeError) and re.search("not enough memory|can't allocate memory", str(error))
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or bool(said)
 
 
 def describe_scores(scores: dict[str, dict[str, Any]]) -> str:

@@ -1,0 +1,118 @@
+"""A disk that is full, in each file that a run writes, or read-only; two runs in one folder; a clock that jumps."""
+
+import functools
+import os
+import resource
+import shutil
+import subprocess
+
+import pytest
+
+from tests.faults.driver import Fault, Job, assert_same_run, await_lines, curve, run
+
+
+def limit_files(size: int) -> None:
+    """No file of this process may grow beyond `size` bytes. Python ignores SIGXFSZ: the write fails as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+@pytest.mark.parametrize("size, file", [(20_000, "ckpt_00000003.pt"), (1_000, "metrics.jsonl"), (300, "log.txt")])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_file_that_cannot_grow(settings, straight, tmp_path, size, file, ranks):
+    """Whatever it is that does not fit: the reason on the last line, and with room again the run goes on as if nothing had been."""
+    arguments = [*settings, f"--out_dir={tmp_path}/run"]
+    os.mkdir(tmp_path / "run")
+    prepare = functools.partial(limit_files, size)
+    if file == "log.txt":  # config.json, written before, is longer: the log is long already
+        (tmp_path / "run" / "log.txt").write_text("x" * 10_000 + "\n")
+        prepare = functools.partial(limit_files, 10_001)
+    job = run(arguments, tmp_path, ranks=ranks, fault=None, prepare=prepare, limit=40)
+    if size == 1_000:  # the outputs of the test are files as well
+        assert job.statuses[0] in (1, 2)
+    else:
+        assert job.statuses == [1] * ranks, job.text()
+        assert f"{file} cannot be written: File too large" in job.last_line(), job.text()
+        assert "Traceback" not in job.text(0)
+    assert not [path.name for path in (tmp_path / "run").iterdir() if path.name.startswith(".")]
+    job = run(arguments, tmp_path, ranks=ranks)
+    assert job.statuses == [0] * ranks, job.text()
+    assert_same_run(tmp_path / "run", straight, exactly=ranks == 1)
+
+
+@pytest.mark.parametrize("free", [4_096, 40_000, 500_000, 700_000])
+def test_small_disk(settings, straight, small_disk, tmp_path, free):
+    """A real file system without room, from the first file on or after the first checkpoint."""
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(bytes(1_048_576 - 8_192 - free))
+    arguments = [*settings, f"--out_dir={small_disk}/run"]
+    job = run(arguments, tmp_path)
+    assert job.statuses[0] in (1, 2), job.text()
+    assert job.last_line().startswith("error: ") and "No space left on device" in job.last_line(), job.text()
+    assert "Traceback" not in job.text()
+    saved = sorted(path.name for path in (small_disk / "run").glob("ckpt_*.pt"))
+    ballast.unlink()
+    shutil.copytree(small_disk / "run", tmp_path / "run")
+    arguments[-1] = f"--out_dir={tmp_path}/run"
+    job = run(arguments, tmp_path)
+    assert job.statuses == [0], job.text()
+    assert not saved or f"continuing from {tmp_path}/run/{saved[-1]}" in job.text()
+    assert_same_run(tmp_path / "run", straight)
+
+
+@pytest.fixture
+def frozen(straight, tmp_path):
+    """A run folder that not even root may write."""
+    folder = tmp_path / "run"
+    shutil.copytree(straight, folder)
+    if not shutil.which("chattr") or subprocess.run(["chattr", "-R", "+i", str(folder)], capture_output=True).returncode:
+        subprocess.run(["chattr", "-R", "-i", str(folder)], capture_output=True)
+        pytest.skip("chattr +i needs root and a file system that knows it")
+    yield folder
+    subprocess.run(["chattr", "-R", "-i", str(folder)], check=True)
+
+
+def test_read_only_out_dir(settings, straight, frozen, tmp_path):
+    arguments = [*settings, f"--out_dir={frozen}"]
+    assert run(arguments, tmp_path).statuses == [0]  # finished
+    job = run([*arguments, "--max_iters=20"], tmp_path)
+    assert job.statuses == [2] and job.last_line().startswith(f"error: out_dir={frozen}: "), job.text()
+    job = run([*arguments, "--eval_only=True"], tmp_path)
+    assert job.statuses == [0] and "validation loss" in job.last_line()
+    assert curve(frozen) == curve(straight)
+
+
+def test_read_only_parent(settings, frozen, tmp_path):
+    job = run([*settings, f"--out_dir={frozen}/new/run"], tmp_path)
+    assert job.statuses == [2] and "out_dir=" in job.last_line() and "Traceback" not in job.text(), job.text()
+
+
+def test_second_run_in_an_out_dir_is_refused_at_any_number_of_ranks(settings, tmp_path):
+    arguments = [*settings, f"--out_dir={tmp_path}/run", "--max_iters=100000", "--eval_interval=100000"]
+    first = Job(arguments, tmp_path / "first")
+    await_lines(tmp_path / "run", 3)
+    for ranks in (1, 2):
+        second = run(arguments, tmp_path / "second", ranks=ranks)
+        assert second.statuses == [2] * ranks, second.text()
+        assert "belongs to a run that is still going" in second.text()
+    first.kill()
+    assert run([*arguments, "--max_iters=1"], tmp_path / "second").statuses == [0]  # nothing keeps a dead run's folder
+
+
+def test_two_runs_started_at_once(settings, straight, tmp_path):
+    jobs = [Job([*settings, f"--out_dir={tmp_path}/run"], tmp_path / str(number)) for number in range(3)]
+    statuses = [job.wait()[0] for job in jobs]
+    assert set(statuses) <= {0, 2} and 0 in statuses, [job.text() for job in jobs]
+    assert_same_run(tmp_path / "run", straight)
+
+
+def test_clock_that_goes_back_changes_nothing(settings, straight, tmp_path):
+    """Checkpoints are told apart by their marker before their times of writing."""
+    arguments = [*settings, f"--out_dir={tmp_path}/run"]
+    run(arguments, tmp_path, fault=Fault("clock", "step"))
+    assert_same_run(tmp_path / "run", straight)
+    shutil.rmtree(tmp_path / "run")
+    run([*arguments, "--max_iters=9"], tmp_path)
+    for path in (tmp_path / "run").glob("ckpt_*.pt"):
+        os.utime(path, (0, 2**31 * (path.name == "ckpt_00000006.pt")))  # the older one, from the future
+    job = run(arguments, tmp_path)
+    assert job.statuses == [0] and "ckpt_00000009.pt" in job.text()
