@@ -202,6 +202,8 @@ def load(path: str | Path, device: torch.device | str = "cpu", mmap: bool = Fals
     keys = state.keys() if isinstance(state, dict) else set()
     if missing := sorted(KEYS.keys() - keys):
         raise InputError(f"{path} is no checkpoint to continue from: it lacks {', '.join(missing)}")
+    if unknown := sorted(str(key) for key in keys - KEYS.keys()):
+        raise InputError(f"{path} is of another version of this code: it also holds {', '.join(unknown)[:200]}")
     for key, kind in KEYS.items():
         if not isinstance(state[key], kind):
             raise InputError(f"{path} is no checkpoint to continue from: {key} is {state[key]!r:.80}, wanted {kind}")
@@ -247,6 +249,8 @@ def choose(config: Config) -> Path | None:
 def check(path: Path, state: dict[str, Any], config: Config, fingerprint: str) -> None:
     """Raises InputError unless the settings give the model and, but for eval_only, the batches that the checkpoint had."""
     saved = state["config"]
+    if unknown := sorted(str(key) for key in saved.keys() - as_dict(config).keys()):
+        raise InputError(f"{path} was trained with settings that this version of the code does not have: {', '.join(unknown)[:200]}")
     for key, value in as_dict(config.model_config()).items():
         if saved.get(key) != value:
             raise InputError(f"{path} has {key}={saved.get(key)!r}, the settings say {key}={value!r}; a run continues with "

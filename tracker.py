@@ -313,4 +313,9 @@ def cut_back(path: Path, step: int, evaluated: bool) -> None:
 
 
 def _brief(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """An error's first line, without what the environment holds as a secret: it goes to log.txt, which people pass on."""
+    text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    for name, value in os.environ.items():
+        if len(value) >= 8 and re.search("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", name.upper()):
+            text = text.replace(value, f"<{name}>")
+    return text

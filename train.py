@@ -92,6 +92,7 @@ class Run:
         self.bad_step = ""  # what is to be said of the last one
         self.stopping = False  # whether any rank was asked to stop; the same on all
         self.wandb_id: str | None = None
+        self.locked = False  # whether out_dir is this run's, on rank 0
         self.tasks: dict[str, Any] = {}  # eval_tasks, the harness's
         self.tracker = Silent()
         self.writer = checkpoint.Writer()
@@ -154,7 +155,9 @@ class Run:
                 if due and self.evaluated_step != self.step:
                     with clock.paused():
                         self._evaluate_and_report()
-                if at_end or self.stopping or (self.step % config.save_interval == 0 and self.step > 0):
+                # After a bad step the weights themselves may be bad: they wait for a good one.
+                regular = self.step % config.save_interval == 0 and self.step > 0 and not self.bad_steps_in_row
+                if at_end or self.stopping or regular:
                     with clock.paused():
                         self.save(last=at_end or self.stopping)
                 if at_end or self.stopping:
@@ -263,6 +266,7 @@ class Run:
             return
         try:
             self.at_exit.callback(checkpoint.lock(out_dir))
+            self.locked = True
             checkpoint.sweep(out_dir)
         except OSError as error:
             raise InputError(f"out_dir={out_dir}: {error}") from None
@@ -296,18 +300,21 @@ class Run:
         config, fault = self.config, None
         if self.ranks.is_master:
             try:
-                if not Path(config.out_dir).is_dir():
-                    Path(config.out_dir).mkdir(parents=True)
+                if not self.locked:
+                    Path(config.out_dir).mkdir(parents=True, exist_ok=True)
                     self._lock()
+                    if any(Path(config.out_dir).iterdir()):
+                        raise InputError(f"out_dir={config.out_dir}: another run has begun there since this one started; use "
+                                         f"another out_dir, or start again with --init_from=auto to continue it")
                 evaluated = self.evaluated_step == self.step
                 self.tracker = Tracker(config, self.step, evaluated, self.wandb_id, self._describe())
                 self.wandb_id = self.tracker.wandb_id
+                self.tracker.say(self._settings_table())
             except OSError as error:
                 fault = InputError(f"out_dir={config.out_dir}: {error}")
             except Exception as error:
                 fault = error
         self.ranks.agree(fault)
-        self.tracker.say(self._settings_table())
 
     # --- the step ----------------------------------------------------------------------------------------------------------
 
@@ -474,7 +481,8 @@ class Run:
 
     def _write(self, state: dict[str, Any]) -> None:
         self.tracker.sync()
-        checkpoint.save(self.config.out_dir, state, self.config.keep_checkpoints, self.config.milestone_interval)
+        keep = sys.maxsize if state["bad_steps_in_row"] else self.config.keep_checkpoints  # the last good one stays
+        checkpoint.save(self.config.out_dir, state, keep, self.config.milestone_interval)
 
     def _end_writing(self) -> None:
         """Waits for a checkpoint that is being written when the run fails; the run's own error stays its last word."""

@@ -188,7 +188,8 @@ def assert_same_run(out_dir: Path, straight: Path, exactly: bool = True) -> None
         assert all(torch.equal(a["model"][name], weight) for name, weight in b["model"].items())
     present, wanted = ({path.name for path in folder.iterdir() if path.name != "wandb"} for folder in (out_dir, straight))
     assert not [name for name in present if name.startswith(".")], f"left over: {sorted(present)}"
-    assert wanted <= present and all(name.startswith("ckpt_") for name in present - wanted), (sorted(present), sorted(wanted))
+    present, wanted = ({name for name in names if not name.startswith("ckpt_")} for names in (present, wanted))
+    assert present == wanted, (sorted(present), sorted(wanted))
 
 
 def key_of(line: tuple) -> tuple:

@@ -25,12 +25,12 @@ from model import GPT
 
 ROOT = Path(__file__).parent.parent.parent
 # Where a fault can be put: each is passed many times in a run.
-PLACES = ("start-up", "prefetch", "step", "optimizer", "evaluation", "metrics", "checkpoint write", "fsync", "rename", "removal")
+PLACES = ("start-up", "build", "prefetch", "step", "optimizer", "evaluation", "metrics", "checkpoint write", "fsync", "rename", "removal")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens when a rank comes to a place for the `count`-th time; `times` says how often in a row. What: kill, term (two of
+    """What happens when a rank comes to a place for the `count`-th time. What: kill, term (two of
     its signals in a row), hang, raise, memory, nan (the loss, at "step" alone), poison (a weight), wait (half a second), clock
     (the wall clock goes back by a day at every look at it)."""
 
@@ -38,7 +38,6 @@ class Fault:
     place: str
     count: int = 1
     rank: int = 0
-    times: int = 1
 
 
 class Injector:
@@ -54,7 +53,7 @@ class Injector:
         self.passed[place] += 1
         os.pwrite(self.note, json.dumps({"place": place, "passed": self.passed}).ljust(400).encode(), 0)
         fault = self.fault
-        return fault is not None and place == fault.place and 0 <= self.passed[place] - fault.count < fault.times
+        return fault is not None and place == fault.place and self.passed[place] == fault.count
 
     def act(self) -> None:
         match self.fault.what:
@@ -71,7 +70,7 @@ class Injector:
                 resource.setrlimit(resource.RLIMIT_AS, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, -1))
                 torch.empty(1 << 28).fill_(1)
             case "wait":
-                time.sleep(0.5)
+                time.sleep(4)
 
     def around(self, owner: Any, name: str, place: str | Callable[..., str]) -> None:
         """Puts a place before a function."""
@@ -89,6 +88,7 @@ class Injector:
             return "prefetch" if threading.current_thread().name == "loader" else "evaluation"
 
         self.around(data.shards, "open_dataset", "start-up")
+        self.around(GPT, "__init__", "build")
         self.around(data.loader, "_windows", reading)
         self.around(torch.optim.AdamW, "step", "optimizer")
         self.around(os, "fsync", "fsync")

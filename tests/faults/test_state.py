@@ -108,7 +108,7 @@ def test_copied_data_is_the_same_data(own_data, straight, tmp_path):
 
 @pytest.mark.parametrize("damage, message", [
     ("truncated", "truncated"), ("flipped", "other data"), ("missing", "missing"), ("replaced", "other data"),
-    ("header", "token count"), ("no meta", "other data"), ("bad meta", META),
+    ("header", "trailing bytes"), ("no meta", "other data"), ("bad meta", META),
 ])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_shard_that_changed_between_runs(own_data, tmp_path, damage, message, ranks):
