@@ -207,6 +207,10 @@ def load(path: str | Path, device: torch.device | str = "cpu", mmap: bool = Fals
     for key, kind in KEYS.items():
         if not isinstance(state[key], kind):
             raise InputError(f"{path} is no checkpoint to continue from: {key} is {state[key]!r:.80}, wanted {kind}")
+    for part in ("config", "data"):
+        for key, value in state[part].items():
+            if not isinstance(value, str | int | float | None):
+                raise InputError(f"{path} is no checkpoint to continue from: {part} has {key!r:.80} of {type(value)}")
     named = _NAME.fullmatch(Path(path).name)
     if state["step"] < 0 or (named and int(named[1]) != state["step"]):
         raise InputError(f"{path} is no checkpoint to continue from: it holds step {state['step']}")

@@ -15,7 +15,11 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 class InputError(Exception):
-    """Bad arguments or bad input, found before any work starts. Entry points print it on one line and exit with 2."""
+    """Bad arguments or bad input, found before any work starts. Entry points print it on one line and exit with 2: what the
+    message quotes, a file's name say, may hold line breaks, the message has none."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(str(message).split("\n")))
 
 
 class ArgumentParser(argparse.ArgumentParser):

@@ -703,7 +703,10 @@ class GPT(nn.Module):
 
     @classmethod
     def from_checkpoint(cls, path: str | Path, device: str | torch.device = "cpu") -> "GPT":
-        """The model in a checkpoint of train.py, in eval mode. Raises ValueError for any other file."""
+        """The model in a checkpoint of train.py, in eval mode. Raises OSError for a file that cannot be opened, ValueError for any
+        other file."""
+        with open(path, "rb"):
+            pass
         try:
             with zipfile.ZipFile(path) as archive:  # torch itself does not look at the checksums that it wrote
                 if (bad := archive.testzip()) is not None:
@@ -714,8 +717,6 @@ class GPT(nn.Module):
             with torch.device("meta"):
                 model = cls(config)
             model.load_state_dict(state["model"], assign=True)
-        except OSError:
-            raise
         except Exception as error:  # torch.load raises whatever the bytes provoke
             raise ValueError(f"{path} is not a checkpoint of train.py: {error}") from error
         return model.eval()

@@ -125,6 +125,10 @@ class GPTConfig:
         for key in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
             require(getattr(self, key) >= 1, key, "at least 1")
         require(self.n_sink >= 0, "n_sink", "at least 0")
+        # No model is near these: a slip of the keyboard shall not build layers for hours.
+        require(self.n_layer <= 1000, "n_layer", "at most 1000")
+        for key in ("block_size", "vocab_size", "n_head", "n_embd", "n_sink"):
+            require(getattr(self, key) <= 2**24, key, "at most 2**24")
         require(0 <= self.dropout < 1, "dropout", "in [0, 1)")
         require(1 < self.rope_base < math.inf, "rope_base", "a number above 1")
         require(self.attention in PRESETS, "attention", "one of " + ", ".join(PRESETS))
@@ -138,7 +142,7 @@ class GPTConfig:
         if self.head_dim is None:
             require(self.n_embd % self.n_head == 0, "n_embd", f"a multiple of n_head={self.n_head} (or set head_dim)")
             self.head_dim = self.n_embd // self.n_head
-        require(self.head_dim >= 2 and self.head_dim % 2 == 0, "head_dim", "even, because RoPE rotates pairs of channels")
+        require(2 <= self.head_dim <= 2**24 and self.head_dim % 2 == 0, "head_dim", "even, because RoPE rotates pairs of channels")
         for key in ("qk_clip", "logit_softcap", "window"):
             require(0 <= getattr(self, key) < math.inf, key, "finite and above 0, or 0 for off")
         for key, kind in (("softmax", Softmax), ("exclusive", Exclusive), ("gate", Gate)):

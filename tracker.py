@@ -303,8 +303,8 @@ def cut_back(path: Path, step: int, evaluated: bool) -> None:
         try:
             record = json.loads(line)
             of_step = record["split"] in ("train", "diagnostics")  # the step's own, written before its evaluation begins
-            late = record["step"] > step or (record["step"] == step and not of_step and not evaluated)
-        except (ValueError, KeyError, TypeError):
+            late = not record["step"] <= step or (record["step"] == step and not of_step and not evaluated)
+        except (ValueError, KeyError, TypeError, RecursionError):
             continue
         if not late and line.endswith("\n"):
             kept.append(line)

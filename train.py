@@ -59,10 +59,11 @@ def main(argv: list[str], stop: StopRequest | None = None) -> int:
     except Exception as error:
         where = "" if ranks is None or ranks.world_size == 1 else f"rank {ranks.rank}: "
         if where and (reason := distributed.lost_rank(error)):
-            print(f"error: {where}{reason} ({' '.join(str(error).split())[:200]})", file=sys.stderr)
+            print(f"error: {where}{reason}", file=sys.stderr)
             return 1
         traceback.print_exc()
-        print(f"error: {where}{type(error).__name__}: {error}", file=sys.stderr)
+        reason = " ".join(str(error).split())  # on one line, the last one, whatever CUDA has to say
+        print(f"error: {where}{type(error).__name__}: {reason[:1000]}", file=sys.stderr)
         return 1
     finally:
         if ranks is not None:
@@ -278,8 +279,14 @@ class Run:
         torch.set_float32_matmul_precision("high")
         dtype = autocast_dtype(config.dtype, device)
         self.autocast = nullcontext if dtype is None else lambda: torch.autocast(device.type, dtype=dtype)
-        with torch.device(device):
-            self.model = GPT(config.model_config(), seed=config.seed)
+        try:
+            with torch.device(device):
+                self.model = GPT(config.model_config(), seed=config.seed)
+        except Exception as error:
+            if isinstance(error, RuntimeError) and "overflow" in str(error) or is_out_of_memory(error):
+                raise RunError(f"rank {self.ranks.rank}: the model does not fit into the memory of {device}; what it takes: "
+                               f"python -m scripts.plan, with the same settings") from None
+            raise
         self.model.activation_checkpointing = config.activation_checkpointing
         self.optimizer = configure_optimizer(self.model, config)
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
@@ -287,7 +294,9 @@ class Run:
         if state is not None:
             try:
                 self._restore(state)
-            except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            except Exception as error:  # whatever the file's content provokes in torch
+                if is_out_of_memory(error):
+                    raise
                 reason = " ".join(str(error).split())
                 raise InputError(f"the checkpoint of step {state['step']} does not fit this model: {reason}") from None
         self.compiled = config.compile or (config.compile is None and device.type == "cuda")

@@ -477,9 +477,9 @@ def open_shard(entry: Entry) -> Shard:
 def check_shard(entry: Entry) -> tuple[Shard | None, list[str]]:
     """The shard, None where its tokens cannot be told, and every fault of its header and size."""
     path = entry.path
-    if not path.is_file():
-        return None, [f"{path}: missing" + (f", but listed in {META}" if entry.tokens is not None else "")]
     try:
+        if not path.is_file():
+            return None, [f"{path}: missing" + (f", but listed in {META}" if entry.tokens is not None else "")]
         size = path.stat().st_size
         header = np.fromfile(path, dtype="<i4", count=3) if size >= HEADER_BYTES else np.zeros(3, dtype="<i4")
     except OSError as error:

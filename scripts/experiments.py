@@ -23,6 +23,7 @@ Every run has a name made from its settings alone, so that experiments that want
 import ast
 import hashlib
 import itertools
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -38,6 +39,7 @@ FOLDER = Path(__file__).parent.parent / "config" / "experiments"
 FIGURES = ("curves", "final", "bias", "block", "tasks")
 SCALES = ("paper", "tiny")
 X_SCALES = ("linear", "log", "log2")
+MAX_RUNS = 10_000  # of an experiment
 MAX_NAME = 180  # of a run: file systems take 255 bytes, and names are made from it
 
 
@@ -89,6 +91,9 @@ class Experiment:
                 raise InputError(f"--{key}: {key} {reason} ({self.path})")
         if not self.grid:
             return []
+        n_runs = math.prod(map(len, self.grid.values())) * len(seeds or self.seeds)
+        if n_runs > MAX_RUNS:
+            raise InputError(f"{self.path}: grid and seeds make {n_runs:,} runs, wanted at most {MAX_RUNS:,}")
         cells = []
         for entries in itertools.product(*self.grid.values()):
             labels = {axis: self._label(entry, axis) for axis, entry in zip(self.grid, entries, strict=True)}

@@ -17,6 +17,8 @@ NEUTRAL = {
     "eval_tasks_data", "diagnostics_interval", "profile",
 }
 
+_TOO_LARGE = 1e300  # a number that no run has written, and arithmetic on it would overflow
+
 
 @dataclass
 class Run:
@@ -69,7 +71,7 @@ def read_run(folder: Path) -> Run:
     trained = [record for record in records if record["split"] == "train"]
 
     def numbers(key: str) -> list[float]:
-        return [r[key] for r in trained if isinstance(r.get(key), int | float)]
+        return [r[key] for r in trained if isinstance(r.get(key), int | float) and abs(r[key]) < _TOO_LARGE]
 
     return Run(
         folder, info, dict(sorted(by_split["train"].items())), dict(sorted(by_split["val"].items())), steps, hashes,
@@ -83,13 +85,20 @@ def read_info(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
         info = json.loads(_read(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is not JSON: {error}") from None
     config = info.get("config") if isinstance(info, dict) else None
     if not isinstance(config, dict):
         raise InputError(f'{path}: wanted an object with an object "config", as train.py writes it')
+    for key in ("data", "hardware", "versions"):
+        if not isinstance(info.get(key) or {}, dict):
+            raise InputError(f"{path}: {key} wants an object, found {info[key]!r:.80}")
     if missing := sorted({"attention", "seed", "max_iters", "dataset"} - config.keys()):
         raise InputError(f'{path}: "config" lacks {", ".join(missing)}')
+    for key, value in config.items():
+        wanted = {"seed": int, "max_iters": int, "attention": str, "dataset": str}.get(key, str | int | float | None)
+        if not isinstance(value, wanted):
+            raise InputError(f"{path}: config: {key} is {value!r:.80}, which is no value of this setting")
     return info
 
 
@@ -107,11 +116,13 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines[:-1], 1):
         try:
             record = json.loads(line)
-            whole = all(type(record[key]) is int for key in ("step", "tokens")) and isinstance(record["split"], str)
+            whole = all(type(record[key]) is int and 0 <= record[key] < 2**63 for key in ("step", "tokens"))
+            whole = whole and isinstance(record["split"], str)
             if whole and record["split"] not in ("train", "val"):
                 continue
-            whole = whole and (record["loss"] is None or isinstance(record["loss"], int | float))
-        except (ValueError, KeyError, TypeError):
+            loss = record["loss"]
+            whole = whole and (loss is None or (isinstance(loss, int | float) and not _TOO_LARGE <= abs(loss) < math.inf))
+        except (ValueError, KeyError, TypeError, RecursionError):
             whole = False
         if not whole:
             raise InputError(f"{path} line {number}: wanted an object with step, tokens, split and loss, found {line[:80]!r}")
@@ -169,5 +180,5 @@ def last_step(folder: Path) -> int:
             file.seek(max(0, file.seek(0, 2) - 4096))
             lines = file.read().split(b"\n")[:-1]
         return int(json.loads(lines[-1])["step"])
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError, OverflowError):
         return 0

@@ -12,11 +12,11 @@ from data import local
 from tests.faults.driver import SMALL, Job, run
 
 
-def build_dataset(folder: Path, word: str = "document") -> None:
+def build_dataset(folder: Path, word: str = "document", n_documents: int = 150) -> None:
     source = folder.with_suffix(".jsonl")
-    texts = [f"{word} {i}, of which one more line is line {i * i}. " * 60 for i in range(150)]
+    texts = [f"{word} {i}, of which one more line is line {i * i}. " * 60 for i in range(n_documents)]
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    assert local.main([f"--input={source}", "--tokenizer=byte", f"--out={folder}", "--val_fraction=0.1"]) == 0
+    assert local.main([f"--input={source}", "--tokenizer=byte", f"--out={folder}", f"--val_fraction={0.1 if n_documents > 100 else 0.3}"]) == 0
 
 
 @pytest.fixture(scope="session")
