@@ -3,6 +3,7 @@
 A single process is a world of one rank, with the same calls and no process group.
 """
 
+import math
 import os
 import time
 import warnings
@@ -20,13 +21,22 @@ from configurator import Config
 
 
 def world_size() -> int:
-    """Ranks of this run, from torchrun's environment."""
-    return int(os.environ.get("WORLD_SIZE", 1))
+    """Ranks of this run, from torchrun's environment. Raises InputError."""
+    return _from_environment("WORLD_SIZE", 1, 1, math.inf)
 
 
 def is_local_master() -> bool:
     """Whether this process is the one of its node that speaks before the process group exists."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"
+    local_rank = os.environ.get("LOCAL_RANK", "0")
+    return not local_rank.isdecimal() or int(local_rank) == 0
+
+
+def _from_environment(name: str, default: int, low: int, below: float) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal() or not low <= int(text) < below:
+        wanted = f"{low} or more" if below == math.inf else f"{low} to {below - 1}"
+        raise InputError(f"{name}={text!r} in the environment, wanted {wanted}; torchrun sets it, without torchrun unset it")
+    return int(text)
 
 
 @dataclass
@@ -118,7 +128,11 @@ def lost_rank(error: BaseException) -> str | None:
 
 def start(config: Config, stop: StopRequest | None = None) -> Ranks:
     """Picks the device and joins the other ranks, if any. Raises InputError for a device that is not there."""
-    ranks, local_rank = world_size(), int(os.environ.get("LOCAL_RANK", 0))
+    ranks = world_size()
+    for name in ("RANK", "LOCAL_RANK") if ranks > 1 else ():
+        if name not in os.environ:
+            raise InputError(f"WORLD_SIZE={ranks} but no {name} in the environment; torchrun sets both, without torchrun unset them")
+    rank, local_rank = (_from_environment(name, 0, 0, ranks) for name in ("RANK", "LOCAL_RANK"))
     device = _device(config.device, local_rank, ranks)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -126,12 +140,15 @@ def start(config: Config, stop: StopRequest | None = None) -> Ranks:
         backend = config.backend if config.backend != "auto" else "nccl" if device.type == "cuda" else "gloo"
         if backend == "nccl" and device.type != "cuda":
             raise InputError(f"backend=nccl needs device=cuda, found {device.type}; use --backend=gloo")
-        dist.init_process_group(
-            backend,
-            timeout=timedelta(seconds=config.dist_timeout),
-            device_id=device if backend == "nccl" else None,
-        )
-    return Ranks(int(os.environ.get("RANK", 0)), ranks, device, stop)
+        try:
+            dist.init_process_group(
+                backend,
+                timeout=timedelta(seconds=config.dist_timeout),
+                device_id=device if backend == "nccl" else None,
+            )
+        except ValueError as error:  # MASTER_ADDR or MASTER_PORT is not there, or no such thing
+            raise InputError(f"the ranks cannot find each other: {error}; start them with torchrun") from None
+    return Ranks(rank, ranks, device, stop)
 
 
 def _device(name: str, local_rank: int, ranks: int) -> torch.device:

@@ -9,6 +9,7 @@ or bad input, found before any work starts.
 """
 
 import math
+import os
 import re
 import sys
 import traceback
@@ -57,7 +58,7 @@ def main(argv: list[str], stop: StopRequest | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except Exception as error:
-        where = "" if ranks is None or ranks.world_size == 1 else f"rank {ranks.rank}: "
+        where = "" if distributed.world_size() == 1 else f"rank {os.environ['RANK']}: "
         if where and (reason := distributed.lost_rank(error)):
             print(f"error: {where}{reason}", file=sys.stderr)
             return 1

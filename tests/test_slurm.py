@@ -7,10 +7,11 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from tests.test_train import ROOT, SMALL, build_dataset, parsed
+from tests.test_train import ROOT, SMALL, build_dataset, parsed, processes_of
 
 STUBS = {
     "scontrol": 'echo "scontrol $*" >> "$LOG"; [ "$1" = show ] && echo "127.0.0.1"; exit 0',
@@ -71,6 +72,23 @@ def test_time_limit_saves_and_requeues_and_the_next_start_goes_on(slurm, tmp_pat
     assert "requeue" not in log.read_text()
     trained = [m["step"] for m in parsed(out_dir) if m["split"] == "train"]
     assert trained == list(range(1, step + 6))
+
+
+@pytest.mark.slow  # torchrun starts two ranks twice
+def test_request_while_the_ranks_still_load_torch_is_not_lost_and_kills_none(slurm, tmp_path):
+    start, log = slurm
+    endless = [f"--out_dir={tmp_path}/r", "--max_iters=100000", "--save_interval=100000", "--eval_interval=100000"]
+    process = start(*endless)
+    deadline = time.monotonic() + 90
+    while not (ranks := [pid for pid in processes_of(tmp_path / "r") if b"-u\0train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{ranks[0]}/status").read_text())[1]
+    assert not int(caught, 16) & 1 << signal.SIGUSR1 - 1, "it listens already: the test came too late"
+    os.kill(process.pid, signal.SIGUSR1)
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == 0 and "back into the queue" in output, output
+    assert "stopped on request" in output and f"scontrol requeue {os.getpid()}" in log.read_text()
 
 
 @pytest.mark.slow  # torchrun starts two ranks

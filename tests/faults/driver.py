@@ -96,6 +96,17 @@ class Job:
         return (self.text(rank).strip().splitlines() or [""])[-1]
 
 
+class ImportFirst:
+    """Puts a folder before all that modules are imported from, in a job's process."""
+
+    def __init__(self, folder: str):
+        self.folder = folder
+
+    def __call__(self) -> None:
+        sys.path.insert(0, self.folder)
+        sys.modules.pop("wandb", None)
+
+
 _context: Any = None
 
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.faults.driver import Fault, Job, assert_same_run, await_lines, kill_group, launch, processes_of, run, soak
+from tests.faults.driver import Fault, Job, assert_same_run, await_lines, free_port, kill_group, launch, processes_of, run, soak
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -39,6 +39,14 @@ def test_a_rank_that_hangs_ends_the_others(settings, tmp_path, place, rank):
     job.signal(signal.SIGCONT, rank)  # a node that comes back finds that it is alone
     assert job.wait(30)[rank] == 1, job.text()
     assert "another rank" in job.last_line(rank), job.text()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_never_comes(settings, tmp_path, rank):
+    place = {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    job = run([*settings, f"--out_dir={tmp_path}/run", "--dist_timeout=2"], tmp_path, environment=place, limit=40)
+    assert job.statuses == [1], job.text()
+    assert job.last_line().startswith(f"error: rank {rank}: another rank did not answer within dist_timeout"), job.text()
 
 
 @pytest.mark.parametrize("ranks, rank", [(1, 0), (2, 1)])

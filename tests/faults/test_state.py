@@ -12,7 +12,7 @@ import torch
 
 from data.shards import META
 from tests.faults.conftest import build_dataset
-from tests.faults.driver import ROOT, SMALL, Fault, assert_same_run, curve, run
+from tests.faults.driver import ROOT, Fault, ImportFirst, assert_same_run, curve, run, soak
 
 
 @pytest.fixture
@@ -223,7 +223,7 @@ def test_wandb_that_fails_stops_nothing_and_tells_no_secret(settings, straight, 
     (tmp_path / "wandb.py").write_text(STUB.format(dies=dies))
     arguments = [*settings, f"--out_dir={tmp_path}/run", "--wandb_log=True"]
     job = run(arguments, tmp_path, environment={"WANDB_API_KEY": KEY, "SOME_TOKEN": KEY[::-1]},
-              prepare=_First(str(tmp_path)))
+              prepare=ImportFirst(str(tmp_path)))
     assert job.statuses == [0], job.text()
     assert said is None or said in job.text()
     assert_same_run(tmp_path / "run", straight)
@@ -231,18 +231,12 @@ def test_wandb_that_fails_stops_nothing_and_tells_no_secret(settings, straight, 
     assert KEY not in everything and KEY[::-1] not in everything
 
 
-class _First:
-    """Puts a folder before all that modules are imported from; picklable."""
-
-    def __init__(self, folder: str):
-        self.folder = folder
-
-    def __call__(self) -> None:
-        sys.path.insert(0, self.folder)
-        sys.modules.pop("wandb", None)
-
-
-def test_settings_of_these_tests_are_those_of_the_product():
-    from configurator import load
-
-    assert load(SMALL).attention == "xsa"
+@soak
+@pytest.mark.slow  # wandb itself waits for its server for one and a half minutes
+def test_real_wandb_without_a_way_to_its_server(settings, straight, tmp_path):
+    environment = {"WANDB_API_KEY": KEY[:40], "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_SILENT": "true"}
+    job = run([*settings, f"--out_dir={tmp_path}/run", "--wandb_log=True"], tmp_path, environment=environment, limit=300)
+    assert job.statuses == [0], job.text()
+    assert "wandb: no way to the server" in job.text() or "wandb: not available" in job.text(), job.text()
+    assert_same_run(tmp_path / "run", straight)
+    assert KEY[:40] not in job.text()
