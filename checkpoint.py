@@ -254,7 +254,7 @@ def check(path: Path, state: dict[str, Any], config: Config, fingerprint: str) -
     """Raises InputError unless the settings give the model and, but for eval_only, the batches that the checkpoint had."""
     saved = state["config"]
     if unknown := sorted(str(key) for key in saved.keys() - as_dict(config).keys()):
-        raise InputError(f"{path} was trained with settings that this version of the code does not have: {', '.join(unknown)[:200]}")
+        raise InputError(f"{path} is of another version of this code, with settings that this lacks: {', '.join(unknown)[:200]}")
     for key, value in as_dict(config.model_config()).items():
         if saved.get(key) != value:
             raise InputError(f"{path} has {key}={saved.get(key)!r}, the settings say {key}={value!r}; a run continues with "

@@ -115,14 +115,14 @@ class Ranks:
 
 
 def lost_rank(error: BaseException) -> str | None:
-    """What an error of torch.distributed says of another rank in plain words, None for any other error: its own names sockets, and
-    the cause is what the other rank has said."""
+    """What an error of torch.distributed says of another rank, in plain words; None for any other error. Its own words name
+    sockets, and the cause is what the other rank has said."""
     text = str(error)
     kinds = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
     if not isinstance(error, kinds) and not (isinstance(error, RuntimeError) and "/gloo/" in text):
         return None
     if "imed out" in text or "imeout" in text:
-        return "another rank did not answer within dist_timeout: it hangs, or its node does; if it only was slow, raise dist_timeout"
+        return "another rank did not answer within dist_timeout: it hangs or its node is gone, or dist_timeout is too short"
     return "another rank is gone; its error is the cause"
 
 
@@ -131,7 +131,7 @@ def start(config: Config, stop: StopRequest | None = None) -> Ranks:
     ranks = world_size()
     for name in ("RANK", "LOCAL_RANK") if ranks > 1 else ():
         if name not in os.environ:
-            raise InputError(f"WORLD_SIZE={ranks} but no {name} in the environment; torchrun sets both, without torchrun unset them")
+            raise InputError(f"WORLD_SIZE={ranks} but no {name} in the environment; torchrun sets both, without it unset them")
     rank, local_rank = (_from_environment(name, 0, 0, ranks) for name in ("RANK", "LOCAL_RANK"))
     device = _device(config.device, local_rank, ranks)
     if device.type == "cuda":

@@ -703,8 +703,8 @@ class GPT(nn.Module):
 
     @classmethod
     def from_checkpoint(cls, path: str | Path, device: str | torch.device = "cpu") -> "GPT":
-        """The model in a checkpoint of train.py, in eval mode. Raises OSError for a file that cannot be opened, ValueError for any
-        other file."""
+        """The model in a checkpoint of train.py, in eval mode. Raises OSError for a file that cannot be opened, ValueError for
+        any other file."""
         with open(path, "rb"):
             pass
         try:

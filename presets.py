@@ -142,7 +142,8 @@ class GPTConfig:
         if self.head_dim is None:
             require(self.n_embd % self.n_head == 0, "n_embd", f"a multiple of n_head={self.n_head} (or set head_dim)")
             self.head_dim = self.n_embd // self.n_head
-        require(2 <= self.head_dim <= 2**24 and self.head_dim % 2 == 0, "head_dim", "even, because RoPE rotates pairs of channels")
+        require(self.head_dim >= 2 and self.head_dim % 2 == 0, "head_dim", "even, because RoPE rotates pairs of channels")
+        require(self.head_dim <= 2**24, "head_dim", "at most 2**24")
         for key in ("qk_clip", "logit_softcap", "window"):
             require(0 <= getattr(self, key) < math.inf, key, "finite and above 0, or 0 for off")
         for key, kind in (("softmax", Softmax), ("exclusive", Exclusive), ("gate", Gate)):

@@ -64,6 +64,8 @@ def cut(command: str) -> str:
         return f"{command} --max_iters=6 --eval_tokens=4096"
     if "test.sh" in command:
         return f"{command} -q tests/test_configurator.py"
+    if "soak.sh" in command:
+        return "bash -n scripts/soak.sh && python -m tests.faults.soak --kills=2 && python -m tests.faults.fuzz --cases=100"
     if "scripts.sample" in command:
         return f"{command} --max_new_tokens=20"
     if "bench tokenize" in command:

@@ -80,9 +80,11 @@ def test_request_while_the_ranks_still_load_torch_is_not_lost_and_kills_none(slu
     endless = [f"--out_dir={tmp_path}/r", "--max_iters=100000", "--save_interval=100000", "--eval_interval=100000"]
     process = start(*endless)
     deadline = time.monotonic() + 90
-    while not (ranks := [pid for pid in processes_of(tmp_path / "r") if b"-u\0train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]):
+    ranks: list[int] = []
+    while not ranks:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+        ranks = [pid for pid in processes_of(tmp_path / "r") if b"-u\0train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{ranks[0]}/status").read_text())[1]
     assert not int(caught, 16) & 1 << signal.SIGUSR1 - 1, "it listens already: the test came too late"
     os.kill(process.pid, signal.SIGUSR1)

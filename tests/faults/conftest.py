@@ -16,7 +16,8 @@ def build_dataset(folder: Path, word: str = "document", n_documents: int = 150) 
     source = folder.with_suffix(".jsonl")
     texts = [f"{word} {i}, of which one more line is line {i * i}. " * 60 for i in range(n_documents)]
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    assert local.main([f"--input={source}", "--tokenizer=byte", f"--out={folder}", f"--val_fraction={0.1 if n_documents > 100 else 0.3}"]) == 0
+    share = 0.1 if n_documents > 100 else 0.3
+    assert local.main([f"--input={source}", "--tokenizer=byte", f"--out={folder}", f"--val_fraction={share}"]) == 0
 
 
 @pytest.fixture(scope="session")

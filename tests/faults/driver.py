@@ -1,4 +1,4 @@
-"""Runs that are disturbed: starts them, waits for them with a limit, and says whether they came to what an undisturbed run comes to.
+"""Runs that are disturbed: starts them, waits for them with a limit, and compares them with a run that was left alone.
 
 Every rank is a process of its own, killed by real signals. They are forked from a server that has loaded torch once, so that
 a start takes a fifth of a second; `launch` starts a command from nothing, with torchrun where ranks are asked for.
@@ -55,7 +55,7 @@ class Job:
             process.start()
 
     def wait(self, limit: float = LIMIT) -> list[int]:
-        """Exit statuses, a signal's negative. AssertionError, and everything killed, where it takes longer than `limit` seconds."""
+        """Exit statuses, a signal's negative. AssertionError, and all is killed, where it takes longer than `limit` seconds."""
         deadline = time.monotonic() + limit
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -114,7 +114,8 @@ def _server() -> Any:
     global _context
     if _context is None:
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-        os.environ.update(PYTHONPATH=os.pathsep.join(filter(None, paths)), OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
+        os.environ.update(PYTHONPATH=os.pathsep.join(filter(None, paths)), OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE",
+                          PYTHONWARNINGS="ignore::UserWarning:multiprocessing.resource_tracker")  # tqdm's locks, of the killed
         _context = multiprocessing.get_context("forkserver")
         _context.set_forkserver_preload(["train", "torch._dynamo", "tests.faults.inject"])
     return _context

@@ -1,6 +1,6 @@
 """Broken input by the thousand: each case ends in success or in one clean line, within seconds and a bounded memory.
 
-    python -m tests.faults.fuzz --cases=10000 --seed=0          # counts by kind of input; exit 1 at the first fault, with its seed
+    python -m tests.faults.fuzz --cases=10000 --seed=0       # counts by kind of input; exit 1 at the first fault, with its seed
 
 Everything runs in this process. A case is a function of (seed, kind, number), so that a fault can be made again alone.
 """
@@ -43,12 +43,13 @@ SECONDS = 10  # that a case may take; the slowest takes a tenth of one on a quie
 MEMORY = 3 << 29  # bytes that a case may ask for beyond what the process has
 
 PIECES = [
-    "seed", "n_layer", "n_embd", "max_iters", "learning_rate", "out_dir", "attention", "grid", "base", "tiny", "figure", "=", "==",
-    ":=", "**", "*", "//", "%", "-", "(", ")", "[", "]", "{", "}", "'", '"', "\\", "#", ":", ";", ",", ".", "@", "\n", "\t", "\0",
-    "0", "7", "1e6", "1e400", "-1", "0x", "9" * 30, "10**9", "2**10**9", "9**9**9", "1j", "None", "True", "NaN", "null", "Infinity",
-    "'xsa'", "f'{seed}'", "b'x'", "lambda: 1", "import os", "__import__('os')", "seed.__class__", "().__class__.__mro__",
-    "'{0.__class__}'.format(seed)", "(x := 1)", "[i for i in range(10**9)]", "'a' * 10**9", "[0] * 10**9", "...", "é", "\u2028",
-    "\ufeff", "\ud800", "(" * 3000, "[" * 3000, "-" * 3000, "{" * 3000, '{"a":' * 3000, "1" * 6000,
+    "seed", "n_layer", "n_embd", "max_iters", "learning_rate", "out_dir", "attention", "grid", "base", "tiny", "figure", "=",
+    "==", ":=", "**", "*", "//", "%", "-", "(", ")", "[", "]", "{", "}", "'", '"', "\\", "#", ":", ";", ",", ".", "@", "\n",
+    "\t", "\0", "0", "7", "1e6", "1e400", "-1", "0x", "9" * 30, "10**9", "2**10**9", "9**9**9", "1j", "None", "True", "NaN",
+    "null", "Infinity", "'xsa'", "f'{seed}'", "b'x'", "lambda: 1", "import os", "__import__('os')", "seed.__class__",
+    "().__class__.__mro__", "'{0.__class__}'.format(seed)", "(x := 1)", "[i for i in range(10**9)]", "'a' * 10**9",
+    "[0] * 10**9", "...", "é", "\u2028", "\ufeff", "\ud800", "(" * 3000, "[" * 3000, "-" * 3000, "{" * 3000, '{"a":' * 3000,
+    "1" * 6000,
 ]
 VALUES: list[Any] = [
     None, True, False, 0, 1, -1, 2**31, 2**63, -(2**63), 10**400, 0.5, float("nan"), float("inf"), "", "x", "a\nb", "\0", "..",
@@ -352,7 +353,8 @@ def main(argv: list[str]) -> int:
         with contextlib.redirect_stdout(io.StringIO()):
             build_dataset(folder / "source", n_documents=12)
             assert train.main([*SMALL, f"--dataset={folder}/source", f"--out_dir={folder}/straight"]) == 0
-        counts, faults = cases(Fuzzer(folder, folder / "source", folder / "straight"), arguments.cases, arguments.seed, arguments.go_on)
+        fuzzer = Fuzzer(folder, folder / "source", folder / "straight")
+        counts, faults = cases(fuzzer, arguments.cases, arguments.seed, arguments.go_on)
     print(describe(counts))
     for fault in faults:
         print(f"error: {fault}", file=sys.stderr)

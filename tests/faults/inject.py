@@ -25,7 +25,8 @@ from model import GPT
 
 ROOT = Path(__file__).parent.parent.parent
 # Where a fault can be put: each is passed many times in a run.
-PLACES = ("start-up", "build", "prefetch", "step", "optimizer", "evaluation", "metrics", "checkpoint write", "fsync", "rename", "removal")
+PLACES = ("start-up", "build", "prefetch", "step", "optimizer", "evaluation", "metrics", "checkpoint write", "fsync", "rename",
+          "removal")
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from tests.faults.driver import SMALL, Fault, Job, assert_same_run, kill_group, 
 from tests.faults.inject import PLACES
 
 SETTINGS = {
-    "plain": [], "dropout, shuffle": ["--dropout=0.1", "--sampling=shuffle"], "fp16, save every step": ["--dtype=float16", "--save_interval=1"],
-    "sinks, bf16": ["--n_sink=2", "--dtype=bfloat16"],
+    "plain": [], "dropout, shuffle": ["--dropout=0.1", "--sampling=shuffle"],
+    "fp16, save every step": ["--dtype=float16", "--save_interval=1"], "sinks, bf16": ["--n_sink=2", "--dtype=bfloat16"],
 }
 MASTER_ONLY = ("checkpoint write", "fsync", "rename", "removal", "metrics")
 
@@ -132,7 +132,7 @@ def main(argv: list[str]) -> int:
             except AssertionError as error:
                 bar.close()
                 print(describe(soak))
-                print(f"error: round {number} of seed {arguments.seed} (made again by --seed={arguments.seed}): {error}", file=sys.stderr)
+                print(f"error: round {number} of --seed={arguments.seed}: {error}", file=sys.stderr)
                 return 1
             number += 1
             bar.update(soak.counts.total() - done)
@@ -140,7 +140,7 @@ def main(argv: list[str]) -> int:
         print(f"{soak.counts.total()} kills in {soak.rounds} runs, each then equal to the undisturbed one; seed {arguments.seed}")
         print(describe(soak))
         if soak.counts.total() < arguments.kills:
-            print(f"error: {arguments.minutes:g} minutes were over before {arguments.kills} kills; give --minutes more", file=sys.stderr)
+            print(f"error: --minutes={arguments.minutes:g} were over before {arguments.kills} kills", file=sys.stderr)
             return 1
     return 0
 

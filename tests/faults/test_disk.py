@@ -20,7 +20,7 @@ def limit_files(size: int) -> None:
 @pytest.mark.parametrize("size, file", [(20_000, "ckpt_00000003.pt"), (1_000, "metrics.jsonl"), (300, "log.txt")])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_file_that_cannot_grow(settings, straight, tmp_path, size, file, ranks):
-    """Whatever it is that does not fit: the reason on the last line, and with room again the run goes on as if nothing had been."""
+    """Whatever does not fit: the reason on the last line, and with room again the run goes on as if nothing had been."""
     arguments = [*settings, f"--out_dir={tmp_path}/run"]
     os.mkdir(tmp_path / "run")
     prepare = functools.partial(limit_files, size)

@@ -43,7 +43,8 @@ def test_a_fault_is_noticed(fuzzer, monkeypatch):
             time.sleep(0.01)
 
     monkeypatch.setattr("tests.faults.fuzz.SECONDS", 1)
-    for broken, words in ((lambda rng: {}["x"], "KeyError"), (hang, "took more than"), (lambda rng: "x" * (1 << 34), "MemoryError")):
+    greedy = lambda rng: "x" * (1 << 34)  # noqa: E731
+    for broken, words in ((lambda rng: {}["x"], "KeyError"), (hang, "took more than"), (greedy, "MemoryError")):
         monkeypatch.setitem(fuzzer.kinds, "shard", broken)
         with bounded_memory(), pytest.raises(AssertionError, match=words):
             case(fuzzer, "shard", 0, 0)
@@ -53,15 +54,17 @@ CODE = [
     "seed = __import__('os').system('touch {}')", "out_dir = open('{}', 'w')", "seed = (lambda: open('{}', 'w'))()",
     "seed = [open('{}', 'w') for _ in '1']", "seed = (x := open('{}', 'w'))", "out_dir = f\"{{open('{}', 'w')}}\"",
     "import os; os.mkdir('{}')", "seed: open('{}', 'w') = 1", "seed = 1 if open('{}', 'w') else 2",
-    "seed = seed.__class__.__base__.__subclasses__()", "out_dir = out_dir.format(seed)", "out_dir = '%s' % seed", "seed = seed[0]",
-    "class seed: open('{}', 'w')", "def seed(x=open('{}', 'w')): ...", "seed = await x", "seed = yield", "seed = *seed,", "seed = `1`",
-    "exec('')", "del seed", "global seed", "seed += 1", "seed, out_dir = 1, 2", "seed.x = 1", "seed[0] = 1", "# coding: rot13\nfrrq = 1",
+    "seed = seed.__class__.__base__.__subclasses__()", "out_dir = out_dir.format(seed)", "out_dir = '%s' % seed",
+    "seed = seed[0]", "class seed: open('{}', 'w')", "def seed(x=open('{}', 'w')): ...", "seed = await x", "seed = yield",
+    "seed = *seed,", "seed = `1`", "exec('')", "del seed", "global seed", "seed += 1", "seed, out_dir = 1, 2", "seed.x = 1",
+    "seed[0] = 1", "# coding: rot13\nfrrq = 1",
 ]
 BOMBS = [
-    "seed = 2**10**9", "seed = 9**9**9**9", "seed = 2**62**2", "seed = " + "(" * 40_000 + ")" * 40_000, "seed = " + "-" * 90_000 + "1",
-    "seed = " + "1+" * 45_000 + "1", "seed = " + "9" * 99_000, "out_dir = 'a' * 10**9", "seed = [0] * 10**9", "seed = 10**400 % 7",
-    "learning_rate = 1e308 * 10 * 10", "n_layer = 10**9", "n_embd = 2**62", "block_size = 10**18", "n_head = 2**40", "vocab_size = 10**12",
-    "window_pattern = 'w' * 10**9", "seed = 1 << 10**9", "seed = 'x' + " * 9_000 + "'x'",
+    "seed = 2**10**9", "seed = 9**9**9**9", "seed = 2**62**2", "seed = " + "(" * 40_000 + ")" * 40_000,
+    "seed = " + "-" * 90_000 + "1", "seed = " + "1+" * 45_000 + "1", "seed = " + "9" * 99_000, "out_dir = 'a' * 10**9",
+    "seed = [0] * 10**9", "seed = 10**400 % 7", "learning_rate = 1e308 * 10 * 10", "n_layer = 10**9", "n_embd = 2**62",
+    "block_size = 10**18", "n_head = 2**40", "vocab_size = 10**12", "window_pattern = 'w' * 10**9", "seed = 1 << 10**9",
+    "seed = 'x' + " * 9_000 + "'x'",
 ]
 
 
@@ -116,9 +119,10 @@ def test_checkpoints_run_no_code(fuzzer, tmp_path):
 
 def test_archive_that_unpacks_to_gigabytes_is_refused_without_holding_it(tmp_path):
     path = tmp_path / "ckpt_00000001.pt"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive, archive.open("archive/data.pkl", "w", force_zip64=True) as file:
-        for _ in range(300):
-            file.write(bytes(1 << 20))
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        with archive.open("archive/data.pkl", "w", force_zip64=True) as file:
+            for _ in range(300):
+                file.write(bytes(1 << 20))
     assert path.stat().st_size < 1 << 20
     with bounded_memory(), pytest.raises(InputError):
         checkpoint.load(path)
@@ -126,7 +130,8 @@ def test_archive_that_unpacks_to_gigabytes_is_refused_without_holding_it(tmp_pat
 
 
 @pytest.mark.parametrize("arguments", [
-    ["--n_layer=1000000000"], ["--n_embd=1073741824", "--n_head=1"], ["--vocab_size=1000000000000"], ["--block_size=1e18", "--eval_tokens=1e18"],
+    ["--n_layer=1000000000"], ["--n_embd=1073741824", "--n_head=1"], ["--vocab_size=1000000000000"],
+    ["--block_size=1e18", "--eval_tokens=1e18"],
     ["--n_embd=16777216", "--n_head=16777216", "--head_dim=16777216"], ["--n_embd=1048576"], ["--head_dim=2e18"],
 ])
 def test_sizes_that_no_machine_has_end_at_once(fuzzer, tmp_path, arguments):

@@ -31,7 +31,8 @@ def test_rank_0_alone_fails_in_what_it_does_alone(settings, tmp_path, place):
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("place", ["step", "evaluation"])
 def test_a_rank_that_hangs_ends_the_others(settings, tmp_path, place, rank):
-    job = Job([*settings, f"--out_dir={tmp_path}/run", "--dist_timeout=3"], tmp_path, ranks=2, fault=Fault("hang", place, 3, rank))
+    arguments = [*settings, f"--out_dir={tmp_path}/run", "--dist_timeout=3"]
+    job = Job(arguments, tmp_path, ranks=2, fault=Fault("hang", place, 3, rank))
     job.processes[1 - rank].join(30)
     assert job.processes[1 - rank].exitcode == 1, job.text()
     last = job.last_line(1 - rank)

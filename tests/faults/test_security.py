@@ -12,8 +12,8 @@ import pytest
 from tests.faults.driver import ROOT, ImportFirst, launch, run
 
 SECRETS = {
-    "WANDB_API_KEY": "a11ce" * 8, "HF_TOKEN": "hf_b0bb1e5", "AWS_SECRET_ACCESS_KEY": "c0ffee/c0ffee+c0ffee", "PGPASSWORD": "de1ic1ous",
-    "HTTPS_PROXY": "http://user:f00ba4@proxy:3128",
+    "WANDB_API_KEY": "a11ce" * 8, "HF_TOKEN": "hf_b0bb1e5", "AWS_SECRET_ACCESS_KEY": "c0ffee/c0ffee+c0ffee",
+    "PGPASSWORD": "de1ic1ous", "HTTPS_PROXY": "http://user:f00ba4@proxy:3128",
 }
 
 

@@ -143,7 +143,8 @@ def test_bit_flipped_where_no_sample_looks_is_found_by_verify(own_data):
     data = bytearray(shard.read_bytes())
     data[len(data) // 3] ^= 1
     shard.write_bytes(data)
-    result = subprocess.run([sys.executable, "-m", "data.shards", "verify", str(shard.parent)], cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, "-m", "data.shards", "verify", str(shard.parent)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 1 and f"fault: {shard}: sha256" in result.stderr
 
 
