@@ -93,6 +93,10 @@ def read_info(folder: Path) -> dict[str, Any]:
     for key in ("data", "hardware", "versions"):
         if not isinstance(info.get(key) or {}, dict):
             raise InputError(f"{path}: {key} wants an object, found {info[key]!r:.80}")
+    numbers = {key: info.get(key, 0) for key in ("n_params", "flops_per_token", "tokens_per_step", "world_size")}
+    for key, value in (numbers | config).items():
+        if (key in numbers and not isinstance(value, int | float)) or (isinstance(value, int) and abs(value) >= _TOO_LARGE):
+            raise InputError(f"{path}: {key} wants a number of ordinary size, found {value!r:.80}")
     if missing := sorted({"attention", "seed", "max_iters", "dataset"} - config.keys()):
         raise InputError(f'{path}: "config" lacks {", ".join(missing)}')
     for key, value in config.items():
