@@ -318,4 +318,4 @@ def _brief(error: Exception) -> str:
     for name, value in os.environ.items():
         if len(value) >= 8 and re.search("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", name.upper()):
             text = text.replace(value, f"<{name}>")
-    return text
+    return re.sub(r"(://)[^/@\s]+@", r"\1", text)  # user and password of a proxy

@@ -39,14 +39,17 @@ class Soak:
         self.folder, self.seed = folder, seed
         self.counts: Counter[tuple[str, str]] = Counter()
         self.rounds = 0
+        self.seconds = 1.0  # that a run takes
         self.common = [*SMALL, f"--dataset={folder}/data", "--init_from=auto"]
 
     def prepare(self) -> None:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             build_dataset(self.folder / "data")
         for name, settings in SETTINGS.items():
+            begin = time.monotonic()
             job = run([*self.common, *settings, f"--out_dir={self.folder}/straight/{name}"], self.folder / "jobs")
             assert job.statuses == [0], job.text()
+            self.seconds = time.monotonic() - begin  # of the last, with everything warm
 
     def round(self, number: int) -> None:
         """One run, killed one to five times."""
@@ -83,7 +86,7 @@ class Soak:
 
     def at_moment(self, arguments: list[str], ranks: int, rng: random.Random) -> None:
         job = Job(arguments, self.folder / "jobs", ranks=ranks)
-        time.sleep(rng.uniform(0, 0.6 * ranks))
+        time.sleep(rng.uniform(0, 1.2 * ranks * self.seconds))
         alive = [rank for rank, process in enumerate(job.processes) if process.exitcode is None]
         place = job.place()
         job.kill([rng.choice(alive)] if alive and rng.random() < 0.3 else None)

@@ -17,23 +17,20 @@ def limit_files(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
-@pytest.mark.parametrize("size, file", [(20_000, "ckpt_00000003.pt"), (1_000, "metrics.jsonl"), (300, "log.txt")])
+@pytest.mark.parametrize("file, size, status, more", [
+    ("ckpt_00000003.pt", 20_000, 1, []), ("log.txt", 10_001, 2, []),  # 2: before the run begins
+    ("metrics.jsonl", 20_000, 1, ["--max_iters=1000", "--save_interval=1000", "--eval_interval=1000"]),
+])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_file_that_cannot_grow(settings, straight, tmp_path, size, file, ranks):
+def test_file_that_cannot_grow(settings, straight, tmp_path, file, size, status, more, ranks):
     """Whatever does not fit: the reason on the last line, and with room again the run goes on as if nothing had been."""
     arguments = [*settings, f"--out_dir={tmp_path}/run"]
     os.mkdir(tmp_path / "run")
-    prepare = functools.partial(limit_files, size)
-    if file == "log.txt":  # config.json, written before, is longer: the log is long already
-        (tmp_path / "run" / "log.txt").write_text("x" * 10_000 + "\n")
-        prepare = functools.partial(limit_files, 10_001)
-    job = run(arguments, tmp_path, ranks=ranks, fault=None, prepare=prepare, limit=40)
-    if size == 1_000:  # the outputs of the test are files as well
-        assert job.statuses[0] in (1, 2)
-    else:
-        assert job.statuses == [2 if file == "log.txt" else 1] * ranks, job.text()  # 2: before the run begins
-        assert f"{file} cannot be written: File too large" in job.last_line(), job.text()
-        assert "Traceback" not in job.text(0)
+    (tmp_path / "run" / "log.txt").write_text("x" * 10_000 * (file == "log.txt"))
+    job = run([*arguments, *more], tmp_path, ranks=ranks, prepare=functools.partial(limit_files, size), limit=40)
+    assert job.statuses == [status] * ranks, job.text()
+    assert f"{file} cannot be written: File too large" in job.last_line(), job.text()
+    assert "Traceback" not in job.text(0)
     assert not [path.name for path in (tmp_path / "run").iterdir() if path.name.startswith(".")]
     job = run(arguments, tmp_path, ranks=ranks)
     assert job.statuses == [0] * ranks, job.text()
