@@ -21,6 +21,7 @@ import torch
 
 from command_line import InputError
 from configurator import Config, as_dict
+from presets import GPTConfig
 
 # The state of a run, whole: what save() wants is what load() insists on.
 KEYS: dict[str, Any] = {
@@ -255,9 +256,14 @@ def check(path: Path, state: dict[str, Any], config: Config, fingerprint: str) -
     saved = state["config"]
     if unknown := sorted(str(key) for key in saved.keys() - as_dict(config).keys()):
         raise InputError(f"{path} is of another version of this code, with settings that this lacks: {', '.join(unknown)[:200]}")
-    for key, value in as_dict(config.model_config()).items():
-        if saved.get(key) != value:
-            raise InputError(f"{path} has {key}={saved.get(key)!r}, the settings say {key}={value!r}; a run continues with "
+    wanted = as_dict(config.model_config())
+    try:  # a switch that came later than the checkpoint has its preset's value, which is what the model had
+        had = as_dict(GPTConfig(**{key: saved[key] for key in wanted if key in saved}))
+    except (ValueError, TypeError) as error:
+        raise InputError(f"{path} has settings of no model: {error}") from None
+    for key, value in wanted.items():
+        if had[key] != value:
+            raise InputError(f"{path} has {key}={had[key]!r}, the settings say {key}={value!r}; a run continues with "
                              f"the model it had")
     if config.eval_only:
         return

@@ -486,8 +486,11 @@ class CausalSelfAttention(nn.Module):
     @torch.no_grad()
     def largest_logits(self, q: Tensor, k: Tensor) -> Tensor:
         """Largest logit (H,) of all queries q (B, H, T, d) and the keys k (B, K, T, d) that they see, in fp32."""
-        chunks = (self.scores(q[:, :, c], k[:, :, : c.stop], c.start).amax(dim=(0, 2, 3)) for c in row_chunks(q, k.shape[2]))
-        return functools.reduce(torch.maximum, chunks).float()
+        wide = torch.promote_types(q.dtype, torch.float32)  # bf16 has steps of half a logit at 100
+        q, k = q.to(wide), k.to(wide)
+        with torch.autocast(q.device.type, enabled=False):
+            chunks = (self.scores(q[:, :, c], k[:, :, : c.stop], c.start).amax(dim=(0, 2, 3)) for c in row_chunks(q, k.shape[2]))
+            return functools.reduce(torch.maximum, chunks).float()
 
     @torch.no_grad()
     def qk_clip_(self, largest: Tensor) -> Tensor:

@@ -13,8 +13,10 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 
 def few_kv_heads(config: Any) -> int:
-    """The largest divisor of n_head that is at most a quarter of it, at least 1."""
-    return next(k for k in range(max(1, config.n_head // 4), 0, -1) if config.n_head % k == 0)
+    """The largest divisor of n_head that is at most a quarter of it, at least 1; with differential, which pairs them, an even
+    one, at least 2."""
+    least = 2 if config.differential else 1
+    return next((k for k in range(config.n_head // 4, 0, -1) if config.n_head % k == 0 and k % least == 0), least)
 
 
 # The switches of attention and their values for plain softmax attention; a function takes the configuration.
@@ -155,12 +157,18 @@ class GPTConfig:
         for key, of in (("window_pattern", "window"), ("exclusive_layers", "exclusive")):
             off = getattr(self, of) in (0, "off")
             require(not off or getattr(self, key) == preset[key], of, f"on where {key}={getattr(self, key)} is given")
+            used = any(letter(getattr(self, key), layer) == key[0] for layer in range(self.n_layer))
+            require(off or used or getattr(self, key) == preset[key], key, f"with a {key[0]!r} in the first n_layer={self.n_layer} letters")
+        if self.window == 1:
+            require(self.exclusive == "off", "window", "at least 2 with exclusive: the own value is all that one key gives")
+            require(self.softmax != "ssmax", "window", "at least 2 with ssmax, whose factor is 0 for one key")
         if self.differential:
             require(self.n_head % 2 == 0, "n_head", "even with differential, which takes heads in pairs")
             require(self.n_kv_head % 2 == 0, "n_kv_head", "even with differential, which takes heads in pairs")
-            require(self.softmax != "sigmoid", "softmax", "no sigmoid with differential, a difference of softmax maps")
+            require(self.softmax != "sigmoid", "softmax", "another than sigmoid with differential, a difference of softmax maps")
+            require(self.dropout == 0, "dropout", "0 with differential: its two maps are applied twice each, with masks of their own")
         if self.logit_softcap:
-            require(self.qk_clip == 0, "qk_clip", "0 with logit_softcap, which bounds the logits already")
+            require(self.qk_clip == 0, "qk_clip", "0 with logit_softcap (--qk_clip=0): behind a cap a logit does not follow the scale")
 
     def with_attention(self, name: str) -> Self:
         """The same with another preset. Switches that differ from what the present preset says were set on purpose and stay."""

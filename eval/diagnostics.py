@@ -64,9 +64,10 @@ def _weights(attn: CausalSelfAttention, q: Tensor, k: Tensor) -> dict[str, Tenso
     T = k.shape[2]
     entropy, first = [], []
     for rows in row_chunks(q, T):
-        p = attn.probabilities(q[:, :, rows], k[:, :, : rows.stop], rows.start).abs()
+        p = attn.probabilities(q[:, :, rows], k[:, :, : rows.stop], rows.start)
         first.append(p[..., 0])
-        entropy.append(torch.special.entr(p / p.sum(-1, keepdim=True)).sum(-1))
+        size = p.abs()
+        entropy.append(torch.special.entr(size / size.sum(-1, keepdim=True)).sum(-1))
     return {"attention_entropy": torch.cat(entropy, dim=2).mean(), "first_token_mass": torch.cat(first, dim=2)[..., 1:].mean()}
 
 

@@ -103,6 +103,12 @@ class Experiment:
                 except InputError as error:
                     where = ", ".join(f"{axis} {label}" for axis, label in labels.items())
                     raise InputError(f"{self.path}: run {where}: {error}") from None
+        first: dict[str, dict[str, str]] = {}
+        for cell in cells:
+            if (labels := first.setdefault(cell.run.name, cell.labels)) != cell.labels or labels is not cell.labels:
+                both = f"{', '.join(labels.values())} and {', '.join(cell.labels.values())}"
+                raise InputError(f"{self.path}: grid: {both} are one run, {cell.run.name}: the same settings, but for some that "
+                                 f"change nothing learned")
         return cells
 
     def _label(self, entry: dict[str, Any], axis: str) -> str:

@@ -1,5 +1,6 @@
 """Starting the runs of experiments (scripts.reproduce --launch): here one after the other, or as Slurm's jobs."""
 
+import ctypes
 import os
 import shlex
 import signal
@@ -81,7 +82,7 @@ def execute(argv: list[str], log: Path, out: Path, stop: StopRequest, watch: Cal
         stdout = files.enter_context(open(output, "w", encoding="utf-8")) if output else said
         # In a session of its own, so that Ctrl-C in a terminal reaches it once, from here.
         process = subprocess.Popen(argv, stdout=stdout, stderr=said, stdin=subprocess.DEVNULL, env=environment,
-                                   start_new_session=True)
+                                   start_new_session=True, preexec_fn=_stop_with_parent)
         told = False
         while process.poll() is None:
             if stop.signal and not told:
@@ -90,6 +91,13 @@ def execute(argv: list[str], log: Path, out: Path, stop: StopRequest, watch: Cal
             watch()
             time.sleep(POLL_SECONDS)
     return process.returncode
+
+
+def _stop_with_parent() -> None:
+    """A command whose parent is killed is asked to stop, or it would go on unseen beside the next start (Linux: prctl, 1 is
+    PR_SET_PDEATHSIG)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 def note(argv: list[str], out: Path) -> None:

@@ -33,7 +33,7 @@ from command_line import ArgumentParser, InputError, StopRequest
 from configurator import as_dict
 from scripts.experiments import SCALES, Cell, Experiment, names, paper_names, read
 from scripts.launch import GPUS_PER_NODE, Wanted, command, data_problems, launch, prepare_data, shown
-from scripts.runs import last_step, state_of
+from scripts.runs import NEUTRAL, last_step, state_of
 
 METRICS_LINE = 250  # bytes of a line in metrics.jsonl, roughly
 
@@ -51,9 +51,10 @@ def gather(experiments: dict[str, tuple[Experiment, list[Cell]]], out: Path) -> 
                 folder = out / run.name
                 found[run.name] = Wanted(run, folder, state_of(folder, as_dict(run.config), run.explicit))
             wanted = found[run.name]
-            if wanted.run.config.dataset != run.config.dataset:
-                raise InputError(f"run {run.name}: {name} wants dataset {run.config.dataset}, {wanted.experiments[0]} wants "
-                                 f"{wanted.run.config.dataset}; give them different names, or --out")
+            ours, theirs = as_dict(run.config), as_dict(wanted.run.config)
+            if differ := [key for key in ours if key not in NEUTRAL - {"seed"} and ours[key] != theirs[key]]:
+                raise InputError(f"run {run.name}: {name} wants {differ[0]}={ours[differ[0]]}, {wanted.experiments[0]} "
+                                 f"{theirs[differ[0]]}; config files with the same name want different ones, or --out")
             if name not in wanted.experiments:
                 wanted.experiments.append(name)
     return list(found.values())
@@ -163,13 +164,16 @@ def reproduce(args: Namespace, extra: list[str], stop: StopRequest) -> list[str]
     """Does what the arguments ask for; returns what failed. Raises InputError before any run is started."""
     chosen = dict.fromkeys(name for given in args.names for name in (paper_names() if given == "all" else [given]))
     read_ones = [read(name, args.scale) for name in chosen]
+    if len({experiment.name for experiment in read_ones}) < len(read_ones):
+        raise InputError(f"experiments: wanted files with different names, found {', '.join(e.path for e in read_ones)}")
     experiments = {e.name: (e, e.cells(extra, args.seeds)) for e in read_ones}
     runs = gather(experiments, args.out)
     for wanted in runs if args.launch or not args.collect else []:
         try:
             wanted.run.config.accumulation(1 if args.launch == "local" else args.n_gpus)
         except InputError as error:
-            raise InputError(f"run {wanted.run.name}: {error}") from None
+            ranks = f"ranks are --n_gpus={args.n_gpus}, or 1 with --launch=local"
+            raise InputError(f"run {wanted.run.name}: {error} ({ranks})") from None
     if not args.launch and not args.collect:
         print(describe(experiments, runs, args))
         return []
