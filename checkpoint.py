@@ -34,7 +34,7 @@ KEYS: dict[str, Any] = {
     "best_val_loss": float | None,  # None before the first evaluation
     "bad_steps": int,  # steps skipped for a non-finite loss or gradient
     "bad_steps_in_row": int,
-    "qk_clips": list,  # by layer, how many heads QK-Clip has scaled, a head counted once for each step
+    "qk_clips": list,  # by layer, how many kv heads QK-Clip has scaled, a head counted once for each step
     "spikes": dict,  # state of the guard against spikes (safety.SpikeGuard)
     "data_hash": int,  # of all training windows so far (data.loader.Batches)
     "rng": torch.Tensor,  # torch's global CPU generator; batches and dropout are functions of (seed, step) and need none

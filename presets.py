@@ -154,11 +154,11 @@ class GPTConfig:
             require(_is_pattern(self.position, "rn"), "position", "rope, nope, or letters r and n")
         require(_is_pattern(self.window_pattern, "wf"), "window_pattern", "letters w and f")
         require(_is_pattern(self.exclusive_layers, "xs"), "exclusive_layers", "letters x and s")
-        for key, of in (("window_pattern", "window"), ("exclusive_layers", "exclusive")):
-            off = getattr(self, of) in (0, "off")
-            require(not off or getattr(self, key) == preset[key], of, f"on where {key}={getattr(self, key)} is given")
-            used = any(letter(getattr(self, key), layer) == key[0] for layer in range(self.n_layer))
-            require(off or used or getattr(self, key) == preset[key], key, f"with a {key[0]!r} in the first n_layer={self.n_layer} letters")
+        for key, of, on in (("window_pattern", "window", "w"), ("exclusive_layers", "exclusive", "x")):
+            pattern, off = getattr(self, key), getattr(self, of) in (0, "off")
+            require(not off or pattern == preset[key], of, f"on where {key}={pattern} is given")
+            used = any(letter(pattern, layer) == on for layer in range(self.n_layer))
+            require(off or used or pattern == preset[key], key, f"one with {on!r} for some of {self.n_layer} layers")
         if self.window == 1:
             require(self.exclusive == "off", "window", "at least 2 with exclusive: the own value is all that one key gives")
             require(self.softmax != "ssmax", "window", "at least 2 with ssmax, whose factor is 0 for one key")
@@ -166,9 +166,9 @@ class GPTConfig:
             require(self.n_head % 2 == 0, "n_head", "even with differential, which takes heads in pairs")
             require(self.n_kv_head % 2 == 0, "n_kv_head", "even with differential, which takes heads in pairs")
             require(self.softmax != "sigmoid", "softmax", "another than sigmoid with differential, a difference of softmax maps")
-            require(self.dropout == 0, "dropout", "0 with differential: its two maps are applied twice each, with masks of their own")
+            require(self.dropout == 0, "dropout", "0 with differential, whose maps are each applied twice, with other masks")
         if self.logit_softcap:
-            require(self.qk_clip == 0, "qk_clip", "0 with logit_softcap (--qk_clip=0): behind a cap a logit does not follow the scale")
+            require(self.qk_clip == 0, "qk_clip", "0 with logit_softcap: behind a cap, a logit does not follow its scale")
 
     def with_attention(self, name: str) -> Self:
         """The same with another preset. Switches that differ from what the present preset says were set on purpose and stay."""
