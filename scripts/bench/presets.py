@@ -59,7 +59,7 @@ FELT_CAP = 2.0  # at logits of a few units a cap of 50 could not be told from no
 LIMITS = {"logits": 1e-3, "gradients": 5e-3, "as_trained": 0.05}  # the last in bf16; fp32 holds the first as well
 CHECKERS = 3  # processes on a GPU
 CHECK_SHARE = 0.6  # of the minutes, for the checks
-GROUP = 5  # presets in memory at a time, beside plain attention
+GROUP = 6  # presets in memory at a time, beside plain attention
 
 
 def variants(names: list[str], config: Config) -> tuple[dict[str, Config], dict[str, str]]:
