@@ -551,7 +551,7 @@ def test_path_by_device(name):
 
 
 def test_dropout_drops_weights_in_every_form():
-    for name in ("sa", "softcap", "swa", "sink", "diff"):
+    for name in ("sa", "softcap", "swa", "sink"):
         attn = trained(attention=name, dropout=0.5).train().h[0].attn
         x, rope = attention_input(attn)
         assert (run(attn, x, rope) - run(attn, x, rope)).abs().max() > 1e-3

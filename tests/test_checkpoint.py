@@ -445,6 +445,16 @@ def test_check_refuses_another_model_and_other_batches(tmp_path, argument, messa
         checkpoint.check(tmp_path / "c", state, load([argument]), "f" * 64)
 
 
+def test_a_switch_that_came_later_has_what_the_model_had(tmp_path):
+    """As for a variant that somebody adds: plain, or what the preset says."""
+    state = state_at(1)
+    del state["config"]["gate"], state["config"]["exclusive"]
+    checkpoint.check(tmp_path / "c", state, load([]), "f" * 64)
+    for argument, message in (("--gate=head", "gate='off'"), ("--exclusive=on", "exclusive='off'")):
+        with pytest.raises(InputError, match=message):
+            checkpoint.check(tmp_path / "c", state, load([argument]), "f" * 64)
+
+
 def test_check_refuses_other_data_unless_it_only_evaluates(tmp_path):
     with pytest.raises(InputError, match="other data .fingerprint ffffffffffff.*fingerprint 000000000000"):
         checkpoint.check(tmp_path / "c", state_at(1), load([]), "0" * 64)

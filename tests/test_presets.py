@@ -30,6 +30,9 @@ def test_an_explicit_switch_wins():
     assert (config.gate, config.n_kv_head, config.exclusive, config.softmax) == ("off", 6, "on", "ssmax")
     assert [few_kv_heads(GPTConfig(n_head=n, n_embd=n * 8)) for n in (1, 2, 4, 6, 7, 12, 24, 40)] == [1, 1, 1, 1, 1, 3, 6, 10]
 
+    few = [GPTConfig(n_head=n, n_embd=n * 8, attention="gqa", differential=True).n_kv_head for n in (2, 4, 8, 12, 24)]
+    assert few == [2, 2, 2, 2, 6]
+
 
 @pytest.mark.parametrize("cls", [GPTConfig, Config])
 def test_another_preset_keeps_what_was_set_on_purpose(cls):
@@ -47,7 +50,10 @@ def test_another_preset_keeps_what_was_set_on_purpose(cls):
     ({"exclusive_layers": "sx"}, "exclusive"), ({"window_pattern": "wf"}, "window"), ({"position": "rx"}, "position"),
     ({"window": 4, "window_pattern": ""}, "window_pattern"), ({"window": -1}, "window"), ({"qk_clip": math.inf}, "qk_clip"),
     ({"exclusive": "on", "exclusive_layers": "off"}, "exclusive_layers"), ({"softmax": "max"}, "softmax"),
-    ({"logit_softcap": -1.0}, "logit_softcap"), ({"gate": "heads"}, "gate"),
+    ({"logit_softcap": -1.0}, "logit_softcap"), ({"gate": "heads"}, "gate"), ({"attention": "diff", "dropout": 0.1}, "dropout"),
+    ({"attention": "xsa", "exclusive_layers": "ss"}, "exclusive_layers"), ({"attention": "xsa", "window": 1}, "window"),
+    ({"window": 8, "window_pattern": "fff"}, "window_pattern"), ({"softmax": "ssmax", "window": 1}, "window"),
+    ({"exclusive": "on", "exclusive_layers": "ssx", "n_layer": 2}, "exclusive_layers"),
 ])
 def test_combinations_without_sense_are_refused_by_key(changes, key):
     with pytest.raises(ValueError, match=f"^{key} must be .*, found "):

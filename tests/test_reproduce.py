@@ -407,3 +407,49 @@ def test_figures_made_by_commands(code, status, tmp_path, capsys, monkeypatch):
     (out / "tiny-sa" / "ckpt_00000200.pt").touch()
     run(capsys, "fig1", "--scale=tiny", "--collect", f"--out={out}")
     assert len(calls) == 2
+
+
+# --- one run for one set of settings ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grid", ['{"attention": ["sa", "sa"]}', '{"micro_batch_size": [8, 16], "attention": ["sa", "xsa"]}'])
+def test_cells_that_are_one_run_are_refused(tmp_path, capsys, grid):
+    path = tmp_path / "twice.py"
+    path.write_text(f'title = "t"\nfigure = "final"\nbase = ["config/tiny.py"]\ngrid = {grid}\n')
+    status, _, err = run(capsys, path, "--n_gpus=1")
+    assert status == 2 and "are one run" in err
+
+
+def test_config_files_of_one_name_do_not_share_a_run(tmp_path, capsys):
+    for folder, n_embd in (("a", 64), ("b", 32)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "same.py").write_text(Path("config/tiny.py").read_text() + f"n_embd = {n_embd}\n")
+        (tmp_path / f"{folder}.py").write_text(f'title = "t"\nfigure = "final"\nbase = ["{tmp_path}/{folder}/same.py"]\n'
+                                               'grid = {"attention": ["sa"]}\n')
+    status, _, err = run(capsys, tmp_path / "a.py", tmp_path / "b.py", "--n_gpus=1")
+    assert status == 2 and "n_embd=32" in err and "config files with the same name" in err
+
+
+def test_experiment_files_of_one_name_are_refused(file, tmp_path, capsys):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "micro.py").write_text(FILE)
+    status, _, err = run(capsys, file, tmp_path / "other" / "micro.py")
+    assert status == 2 and "different names" in err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+def test_a_killed_reproduce_takes_its_command_along(tmp_path):
+    program = ("import sys; from pathlib import Path; from command_line import StopRequest; from scripts.launch import execute; "
+               f"execute(['sleep', '60'], Path('{tmp_path}/log'), Path('{tmp_path}'), StopRequest())")
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while not (child := children.read_text().split()):
+        time.sleep(0.01)
+    while Path(f"/proc/{child[0]}/comm").read_text() != "sleep\n":
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{child[0]}").exists() and Path(f"/proc/{child[0]}/stat").read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
