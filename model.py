@@ -82,8 +82,8 @@ class ExclusiveProjection(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout: Tensor):
         y, v, weight = ctx.saved_tensors
-        dz = (dout @ weight.to(dout.dtype)).unflatten(-1, (y.shape[1], -1)).transpose(1, 2)
-        y5, v5, dz5 = (_by_group(t, v.shape[1]) for t in (y, v, dz))
+        y5, v5 = _by_group(y, v.shape[1]), _by_group(v, v.shape[1])
+        dz5 = (dout @ weight.to(dout.dtype)).view_as(y5).to(y5.dtype)
         # With a = y.v/||v||^2 and b = -dz.v/||v||^2 the product rule gives dy = dz + b v and dv = b y - a dz - 2ab v, which
         # is b z - a dy; a kv head gathers dv from its group.
         inverse = _inverse_square(v5)
@@ -91,9 +91,9 @@ class ExclusiveProjection(torch.autograd.Function):
         z = torch.addcmul(y5, a, v5, value=-1)
         dy = torch.addcmul(dz5, b, v5)
         dv = torch.addcmul(b * z, a, dy, value=-1)
-        dv = dv.sum(2) if dv.shape[2] > 1 else dv.squeeze(2)
+        dv = dv.sum(3) if dv.shape[3] > 1 else dv.squeeze(3)
         dweight, dbias = _project_backward(dout, _by_token(z, y.dtype), weight, ctx.needs_input_grad[3])
-        return dy.flatten(1, 2).to(y.dtype), dv.to(v.dtype), dweight, dbias
+        return dy.flatten(2, 3).transpose(1, 2).to(y.dtype), dv.transpose(1, 2).to(v.dtype), dweight, dbias
 
 
 class GELUProjection(torch.autograd.Function):
@@ -126,13 +126,14 @@ def _project_backward(dout: Tensor, z: Tensor, weight: Tensor, need_bias: bool) 
 
 
 def _by_group(x: Tensor, n_kv_head: int) -> Tensor:
-    """(B, heads, T, d) -> (B, K, heads/K, T, d), a view, in fp32 or wider."""
-    return x.unflatten(1, (n_kv_head, -1)).to(torch.promote_types(x.dtype, torch.float32))
+    """(B, heads, T, d) -> (B, T, K, heads/K, d), a view in the order in which attention's kernels have their memory, in fp32 or
+    wider."""
+    return x.transpose(1, 2).unflatten(2, (n_kv_head, -1)).to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _by_token(z: Tensor, dtype: torch.dtype) -> Tensor:
-    """(B, K, G, T, d) -> (B, T, H*d)."""
-    return z.to(dtype).flatten(1, 2).transpose(1, 2).flatten(2)
+    """(B, T, K, G, d) -> (B, T, H*d)."""
+    return z.to(dtype).flatten(2)
 
 
 def _inverse_square(v: Tensor) -> Tensor:
@@ -146,8 +147,8 @@ def exclude(y: Tensor, v: Tensor, strength: Tensor | None) -> Tensor:
     y5, v5 = _by_group(y, v.shape[1]), _by_group(v, v.shape[1])
     a = (y5 * v5).sum(-1, keepdim=True) * _inverse_square(v5)
     if strength is not None:
-        a = strength.view(v.shape[1], -1, 1, 1) * a
-    return (y5 - a * v5).flatten(1, 2).to(y.dtype)
+        a = strength.view(v.shape[1], -1, 1) * a
+    return (y5 - a * v5).flatten(2, 3).transpose(1, 2).to(y.dtype)
 
 
 class ChunkLoss(nn.Module):
