@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from typing import Any
 import torch
 
 import checkpoint
-import data.loader
 import data.shards
 import tracker
 from model import GPT
@@ -31,14 +29,16 @@ PLACES = ("start-up", "build", "prefetch", "step", "optimizer", "evaluation", "m
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens when a rank comes to a place for the `count`-th time. What: kill, term (two of
-    its signals in a row), hang, raise, memory, nan (the loss, at "step" alone), poison (a weight), wait (half a second), clock
-    (the wall clock goes back by a day at every look at it)."""
+    """What happens when a rank comes to a place for the `count`-th time, and once the checkpoint `saved` is the marked one, where
+    that is given: it may be written while training goes on. What: kill, term (twice in a row), hang, raise, memory, nan (the
+    loss, at "step" alone), poison (a weight, there too), wait (four seconds), clock (the wall clock goes back by a day at every
+    look at it)."""
 
     what: str
     place: str
     count: int = 1
     rank: int = 0
+    saved: str = ""
 
 
 class Injector:
@@ -57,6 +57,9 @@ class Injector:
         return fault is not None and place == fault.place and self.passed[place] == fault.count
 
     def act(self) -> None:
+        (marker,) = (Path(argument.partition("=")[2]) / "latest" for argument in sys.argv if argument.startswith("--out_dir="))
+        while self.fault.saved and not (marker.exists() and self.fault.saved in marker.read_text()):
+            time.sleep(0.005)
         match self.fault.what:
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -73,24 +76,21 @@ class Injector:
             case "wait":
                 time.sleep(4)
 
-    def around(self, owner: Any, name: str, place: str | Callable[..., str]) -> None:
-        """Puts a place before a function."""
+    def around(self, owner: Any, name: str, place: str, thread: str | None = None) -> None:
+        """Puts a place before a function, where the thread of that name calls it."""
         function = getattr(owner, name)
 
         def call(*arguments: Any, **more: Any) -> Any:
-            if self.at(place if isinstance(place, str) else place(*arguments)):
+            if thread in (None, threading.current_thread().name) and self.at(place):
                 self.act()
             return function(*arguments, **more)
 
         setattr(owner, name, call)
 
     def install(self) -> None:
-        def reading(*_: Any) -> str:
-            return "prefetch" if threading.current_thread().name == "loader" else "evaluation"
-
         self.around(data.shards, "open_dataset", "start-up")
         self.around(GPT, "__init__", "build")
-        self.around(data.loader, "_windows", reading)
+        self.around(data.shards.TokenStream, "read", "prefetch", thread="loader")
         self.around(torch.optim.AdamW, "step", "optimizer")
         self.around(os, "fsync", "fsync")
         self.around(os, "replace", "rename")

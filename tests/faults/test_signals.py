@@ -45,7 +45,8 @@ def test_stop_request_at_every_place_then_auto_equals_the_straight_run(settings,
     """Two signals while something is read, computed or written: neither may be lost, nor break what it interrupts."""
     arguments = [*settings, f"--out_dir={tmp_path}/run"]
     job = run(arguments, tmp_path, fault=Fault("term", place, 1 if place in ("start-up", "build", "removal") else 2))
-    assert job.statuses == [0] and "stopped" in job.last_line(), job.text()
+    assert job.statuses == [0], job.text()
+    assert "stopped" in job.last_line() or place == "removal", job.text()  # which may be the last thing that a run does
     assert run(arguments, tmp_path).statuses == [0]
     assert_same_run(tmp_path / "run", straight)
 
