@@ -51,7 +51,7 @@ def straight(dataset, tmp_path_factory) -> Path:
 def metrics(folder: Path) -> list[dict]:
     """What must be equal between two runs: everything but times and memory."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    varying = ("step_ms", "tokens_per_s", "peak_memory_gb")
+    varying = ("step_ms", "data_ms", "tokens_per_s", "peak_memory_gb")
     return [{key: value for key, value in line.items() if key not in varying} for line in lines]
 
 

@@ -72,7 +72,7 @@ def metrics(out_dir: str | Path) -> list[dict]:
 
 def curve(out_dir: str | Path) -> list[tuple]:
     """What must be equal between two runs: everything but times and memory."""
-    cost = ("step_ms", "tokens_per_s", "mfu", "peak_memory_gb")
+    cost = ("step_ms", "data_ms", "tokens_per_s", "mfu", "peak_memory_gb")
     return [(m["step"], m["tokens"], m["split"], {k: v for k, v in m.items() if k not in cost}) for m in metrics(out_dir)]
 
 

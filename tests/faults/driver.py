@@ -179,7 +179,7 @@ def await_lines(out_dir: Path, lines: int) -> None:
 def curve(out_dir: Path) -> list[tuple]:
     """What two equal runs have in common: everything in metrics.jsonl but times and memory."""
     records = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
-    passing = ("step_ms", "tokens_per_s", "mfu", "peak_memory_gb")
+    passing = ("step_ms", "data_ms", "tokens_per_s", "mfu", "peak_memory_gb")
     return [tuple((key, value) for key, value in record.items() if key not in passing) for record in records]
 
 
