@@ -7,6 +7,8 @@ The command line is train.py's (python train.py --help): config files, then --ke
     --gpu=NAME     a GPU of tracker.GPUS, which has its bf16 peak and its memory (default H100)
     --n_gpus=N     GPUs of the run, each with a copy of the model and of AdamW's state, as DDP has it (default 8)
     --mfu=X        share of the peak that the run is taken to reach (default 0.4)
+    --calibrate=PATH   take speed and memory from what was measured once, at any other shape: the folder of a run of train.py, or
+                   a file that --measure --json wrote; in place of --mfu
     --measure      also make three real steps on this machine (`device`) and put their peak memory beside the prediction
     --json=FILE    also write every number
 
@@ -20,10 +22,11 @@ the fused attention, which keeps the same but for a copy of the output under sig
 
 import json
 import os
+import statistics
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet, finalize
@@ -212,18 +215,51 @@ def cost(config: Config, gpu: str, n_gpus: int, mfu: float) -> dict[str, Any]:
     }
 
 
-def make_plan(config: Config, gpu: str, n_gpus: int, mfu: float) -> dict[str, Any]:
+@dataclass
+class Calibration:
+    """What one measurement says of others: FLOP/s that a device reached, as flops_per_token counts them, and its peak memory to
+    the predicted one, 1 where it was not measured by itself."""
+
+    flops_per_s: float
+    memory_factor: float = 1.0
+
+
+def calibrate(path: Path) -> Calibration:
+    """From a run's folder, by the median of its lines but the first, which compiles; or from a file of --measure --json. Raises
+    InputError."""
+    try:
+        if not path.is_dir():
+            plan = json.loads(path.read_text(encoding="utf-8"))
+            measured = plan["measured"]
+            return Calibration(plan["flops_per_token"] * measured["tokens_per_s"],
+                               measured["peak_bytes"] / measured["predicted_bytes"])
+        info = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        records = [json.loads(line) for line in (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        train = [record for record in records if record["split"] == "train"][1:]
+        speed = statistics.median(record["tokens_per_s"] for record in train)
+        config = Config(**{key: value for key, value in info["config"].items() if key in {f.name for f in fields(Config)}})
+        factor = 1.0
+        if not info["hardware"]["device"].startswith(("cpu", "mps")):  # there it is the process's memory, not a step's
+            factor = train[-1]["peak_memory_gb"] * 1e9 / rehearse(config, config.micro_batch_size).total
+        return Calibration(info["flops_per_token"] * speed / info["world_size"], factor)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"--calibrate: wanted the folder of a run with at least two lines of training, or a file of --measure "
+                         f"--json, found {path}: {type(error).__name__}: {error}") from None
+
+
+def make_plan(config: Config, gpu: str, n_gpus: int, mfu: float, memory_factor: float = 1.0) -> dict[str, Any]:
     """Every number of the plan by name: cost() and the bytes of a GPU's memory. Raises InputError as cost() does."""
     costs = cost(config, gpu, n_gpus, mfu)
     memory_gb = GPUS[gpu][1]
     memory = rehearse(config, config.micro_batch_size)
-    room = memory_gb * 1e9 - ALLOWANCE
+    room = (memory_gb * 1e9 - ALLOWANCE) / memory_factor
     fits = memory.total <= room
     with_checkpointing = replace(config, activation_checkpointing=True)
     advise = not fits and not config.activation_checkpointing
     return costs | {
         "gpu_memory_bytes": memory_gb * 1e9,
-        "memory_bytes": asdict(memory), "memory_total_bytes": memory.total, "allowance_bytes": ALLOWANCE, "fits": fits,
+        "memory_bytes": asdict(memory), "memory_total_bytes": memory.total, "memory_factor": memory_factor,
+        "allowance_bytes": ALLOWANCE, "fits": fits,
         "micro_batch_size_that_fits": None if fits else largest_that_fits(config, n_gpus, room),
         "micro_batch_size_with_checkpointing": (
             largest_that_fits(replace(with_checkpointing, micro_batch_size=config.micro_batch_size + 1), n_gpus, room)
@@ -340,14 +376,17 @@ def render(plan: dict[str, Any], config: Config) -> str:
         ("", f"memory per GPU, GB (1e9 bytes), {plan['n_gpus']} x {plan['gpu']}"),
     ]
     rows += [(label, f"{_gb(plan['memory_bytes'][part])}  {note}") for part, (label, note) in notes.items()]
-    total = plan["memory_total_bytes"] + plan["allowance_bytes"]
+    total = plan["memory_total_bytes"] * plan["memory_factor"] + plan["allowance_bytes"]
+    calibration = [("calibration", f"{plan['memory_factor']:8.3f}  of these, measured once to predicted")]
     verdict = "fits" if plan["fits"] else "DOES NOT FIT"
-    peak, mfu = f"{plan['gpu_peak_flops'] / 1e12:.0f} TFLOP/s", f"{plan['mfu']:.0%}"
+    peak, mfu = f"{plan['gpu_peak_flops'] / 1e12:.0f} TFLOP/s", f"{100 * plan['mfu']:.3g}%"
     rows += [
         ("allowance", f"{_gb(plan['allowance_bytes'])}  CUDA, cuBLAS, NCCL, fragmentation: a guess"),
+        *(calibration if plan["memory_factor"] != 1 else []),
         ("total", f"{_gb(total)}  of {plan['gpu_memory_bytes'] / 1e9:.0f}: {verdict}"),
         ("", ""),
-        ("time", f"{plan['hours']:,.1f} h, {plan['gpu_hours']:,.1f} GPU-hours, at {mfu} of {peak} a GPU (assumed; bf16)"),
+        ("time", f"{plan['hours']:,.1f} h, {plan['gpu_hours']:,.1f} GPU-hours, at {mfu} of {peak} a GPU "
+                 f"({plan['source']}; bf16)"),
         ("", f"{plan['step_s'] * 1e3:,.0f} ms a step, {plan['tokens_per_s']:,.0f} tokens/s; evaluation adds "
              f"{plan['evaluation_hours']:,.1f} h"),
         ("disk", f"{plan['checkpoint_bytes'] / 1e9:.2f} GB a checkpoint, up to {plan['run_folder_bytes'] / 1e9:.2f} GB of them"),
@@ -376,6 +415,10 @@ def _warning(plan: dict[str, Any]) -> list[str]:
 
 def render_measured(m: dict[str, Any]) -> str:
     mfu = "" if m["mfu"] is None else f", MFU {m['mfu']:.1%}"
+    if "calibrated_micro_step_s" in m:
+        mfu += (f"; by calibration {m['calibrated_micro_step_s'] * 1e3:,.0f} ms "
+                f"({m['calibrated_micro_step_s'] / m['micro_step_s']:.2f} of it), "
+                f"{m['calibrated_bytes'] / 1e9:.3f} GB ({m['calibrated_bytes'] / m['peak_bytes']:.2f} of it)")
     return "\n".join([
         "",
         f"{'measured':>13}  on {m['device']}, {m['dtype']}: a step's peak is {m['peak_bytes'] / 1e9:.3f} GB, "
@@ -392,6 +435,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--gpu", default="H100")
     parser.add_argument("--n_gpus", type=int, default=8)
     parser.add_argument("--mfu", type=float, default=0.4)
+    parser.add_argument("--calibrate", type=Path)
     parser.add_argument("--measure", action="store_true")
     parser.add_argument("--json", type=Path)
     try:
@@ -400,10 +444,17 @@ def main(argv: list[str]) -> int:
         gpu = check_machine(own.gpu, own.n_gpus, own.mfu)
         if own.json and not own.json.parent.is_dir():
             raise InputError(f"--json: no folder {own.json.parent}")
-        plan = make_plan(config, gpu, own.n_gpus, own.mfu)
+        calibration = calibrate(own.calibrate) if own.calibrate else Calibration(own.mfu * GPUS[gpu][0])
+        mfu = calibration.flops_per_s / GPUS[gpu][0]
+        plan = make_plan(config, gpu, own.n_gpus, mfu, calibration.memory_factor)
+        plan["source"] = "measured" if own.calibrate else "assumed"
         if own.measure:
             print(f"measuring three training steps with micro_batch_size={config.micro_batch_size} here", file=sys.stderr)
         measured = measure(config) if own.measure else None
+        if measured and own.calibrate:
+            tokens = config.micro_batch_size * config.block_size
+            measured["calibrated_micro_step_s"] = plan["flops_per_token"] * tokens / calibration.flops_per_s
+            measured["calibrated_bytes"] = calibration.memory_factor * measured["predicted_bytes"]
     except (InputError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -139,6 +139,54 @@ def test_the_papers_sizes(file, n_params, total):
     assert numbers["memory_bytes"]["weights"] == 4 * numbers["n_params_total"]
 
 
+def run_folder(folder: Path, device: str, peak_gb: float) -> Path:
+    """A run on two devices, 1000 tokens/s but for the first line."""
+    config = Config(**TINY)
+    info = {"config": vars(config), "world_size": 2, "hardware": {"device": device},
+            "flops_per_token": GPT(config.model_config(), seed=0).flops_per_token()}
+    (folder / "config.json").write_text(json.dumps(info))
+    lines = [{"split": "val"}]
+    lines += [{"split": "train", "tokens_per_s": speed, "peak_memory_gb": peak_gb} for speed in (1, 900, 1000, 1100)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_calibration_from_a_run(tmp_path):
+    config = Config(**TINY)
+    predicted = plan.rehearse(config, config.micro_batch_size).total
+    found = plan.calibrate(run_folder(tmp_path, "NVIDIA H200", 1.2 * predicted / 1e9))
+    assert found.flops_per_s == pytest.approx(500 * GPT(config.model_config(), seed=0).flops_per_token())
+    assert found.memory_factor == pytest.approx(1.2)
+    assert plan.calibrate(run_folder(tmp_path, "cpu (2 threads)", 3.0)).memory_factor == 1
+
+
+def test_calibration_carries_to_another_shape(tmp_path, capsys):
+    """What was measured comes out again for the same shape; twice the layers take twice the blocks' FLOPs."""
+    out = tmp_path / "plan.json"
+    shape = ["--block_size=32", "--vocab_size=64", "--n_head=2", "--n_embd=32", "--eval_tokens=32", "--micro_batch_size=2",
+             "--global_batch_size=2", "--n_gpus=1", "--device=cpu", "--dtype=float32"]
+    assert plan.main([*shape, "--n_layer=1", "--measure", f"--json={out}"]) == 0
+    measured = json.loads(out.read_text())["measured"]
+    seconds = {}
+    for n_layer in (1, 2, 3):
+        assert plan.main([*shape, f"--n_layer={n_layer}", f"--calibrate={out}", f"--json={tmp_path / 'c.json'}"]) == 0
+        numbers = json.loads((tmp_path / "c.json").read_text())
+        seconds[n_layer] = numbers["step_s"]
+        assert numbers["memory_factor"] == pytest.approx(measured["peak_bytes"] / measured["predicted_bytes"])
+    assert seconds[1] == pytest.approx(measured["micro_step_s"])
+    assert seconds[3] - seconds[2] == pytest.approx(seconds[2] - seconds[1])
+    text = capsys.readouterr().out
+    assert "calibration" in text and "(measured; bf16)" in text
+    assert plan.main([*shape, "--n_layer=2", "--measure", f"--calibrate={out}"]) == 0
+    assert "by calibration" in capsys.readouterr().out
+
+
+def test_memory_that_was_measured_decides_what_fits():
+    config = load([str(ROOT / "config/1.4b.py")])
+    plain, larger = (plan.make_plan(config, "H200", 8, 0.4, factor) for factor in (1.0, 3.0))
+    assert plain["fits"] and not larger["fits"] and larger["micro_batch_size_that_fits"] < config.micro_batch_size
+
+
 def test_hours_by_hand():
     config = load([str(ROOT / "config/1.4b.py")])
     numbers = plan.make_plan(config, "H100", 8, 0.5)
@@ -185,7 +233,7 @@ def test_table_is_narrow_and_json_has_the_numbers(tmp_path, capsys):
 @pytest.mark.parametrize(("argument", "wanted"), [
     ("--gpu=abacus", "H100"), ("--n_gpus=0", "n_gpus"), ("--n_gpus=x", "n_gpus"), ("--mfu=40", "mfu"), ("--mfu=nan", "mfu"),
     ("--n_gpus=7", "global_batch_size"), ("--n_layers=3", "n_layer"), ("--json=/no/such/folder/x.json", "json"),
-    ("--measure=yes", "measure"),
+    ("--measure=yes", "measure"), ("--calibrate=no/such/run", "calibrate"), ("--calibrate=tests", "calibrate"),
 ])
 def test_bad_arguments(argument, wanted, capsys):
     assert plan.main([argument]) == 2

@@ -72,6 +72,8 @@ def cut(command: str) -> str:
         return f"{command} --rounds=2 --megabytes=4"
     if "scripts.bench block" in command:
         return f"{command} --rounds=2 --n_head=4 --n_embd=64 --block_size=16 --lengths=16 --widths=64 --micro_batch_size=2"
+    if "bench decode" in command:
+        return f"{command} --rounds=2 --prompt=8 --new=8 --n_layer=1 --n_head=4 --n_embd=64 --vocab_size=500"
     if "eval.bias" in command:
         return f"{command} --sequences=16"
     if "bench presets" in command:
