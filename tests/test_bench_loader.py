@@ -34,13 +34,13 @@ def test_the_plain_loop_gives_windows_of_the_same_shape(stream):
 
 
 def test_waiting_is_counted_where_the_thread_is_slow_and_only_once(stream, monkeypatch):
-    windows = data_loader._windows
+    tokens = data_loader._tokens
 
     def slow(*arguments):
         time.sleep(0.02)
-        return windows(*arguments)
+        return tokens(*arguments)
 
-    monkeypatch.setattr(data_loader, "_windows", slow)
+    monkeypatch.setattr(data_loader, "_tokens", slow)
     with bench.make_loader(stream, load(TINY), CPU).batches() as batches:
         for _ in range(10):
             next(batches)
@@ -67,7 +67,7 @@ def test_command(tmp_path, capsys, monkeypatch):
     assert "share of a step" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("argv, said", [(["--batches=0"], "--batches"), (["--block_size=20000000"], "without --dataset"),
+@pytest.mark.parametrize("argv, said", [(["--batches=0"], "--batches"),
                                         (["--dataset=no/such"], "no/such"), (["--micro_batch_size=3"], "micro_batch_size")])
 def test_bad_arguments_exit_2(argv, said, capsys):
     assert command.main(["loader", *TINY, "--eval_tokens=20000000", *argv]) == 2

@@ -69,7 +69,7 @@ def cut(command: str) -> str:
     if "scripts.sample" in command:
         return f"{command} --max_new_tokens=20"
     if "bench tokenize" in command:
-        return f"{command} --rounds=2 --megabytes=4"
+        return f"{command} --rounds=2 --megabytes=8"
     if "scripts.bench block" in command:
         return f"{command} --rounds=2 --n_head=4 --n_embd=64 --block_size=16 --lengths=16 --widths=64 --micro_batch_size=2"
     if "bench decode" in command:
