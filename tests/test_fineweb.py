@@ -120,7 +120,9 @@ def test_killed_again_and_again(corpus, straight, tmp_path):
         process = start(out, corpus[0], "--workers=2", program=SLOW)
         if kills % 3:  # else it is killed while it starts
             wait_for(process, out)
-        time.sleep(draw.uniform(0.0, 0.9))
+            time.sleep(draw.uniform(0.0, 0.3))  # its saves alone take over a second, so that three such kills find it at work
+        else:
+            time.sleep(draw.uniform(0.0, 0.9))
         killed = process.poll() is None
         process.kill()
         kills += killed
