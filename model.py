@@ -56,9 +56,26 @@ def rope_table(start: int, stop: int, head_dim: int, base: float, like: Tensor) 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
     """x (B, T, heads, d) rotated: channel i is paired with channel i + d/2, as in GPT-NeoX and Llama. Keeps x's dtype."""
-    cos, sin, _ = rope
+    return Rotation.apply(x, rope.cos, rope.sin) if torch.is_grad_enabled() else _rotate(x, rope.cos, rope.sin)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    return torch.cat((torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)), dim=-1).to(x.dtype)
+
+
+class Rotation(torch.autograd.Function):
+    """The gradient is rotated back: a third of the operations that autograd would find, and one rounding instead of three."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx, dout: Tensor):
+        cos, sin = ctx.saved_tensors
+        return _rotate(dout, cos, -sin), None, None
 
 
 class ExclusiveProjection(torch.autograd.Function):
@@ -148,7 +165,7 @@ def exclude(y: Tensor, v: Tensor, strength: Tensor | None) -> Tensor:
     a = (y5 * v5).sum(-1, keepdim=True) * _inverse_square(v5)
     if strength is not None:
         a = strength.view(v.shape[1], -1, 1) * a
-    return (y5 - a * v5).flatten(2, 3).transpose(1, 2).to(y.dtype)
+    return torch.addcmul(y5, a, v5, value=-1).flatten(2, 3).transpose(1, 2).to(y.dtype)
 
 
 class ChunkLoss(nn.Module):
@@ -469,7 +486,7 @@ class CausalSelfAttention(nn.Module):
         """y (B, H, T, d) of `attend`, v and x of the same positions -> (B, T, C): XSA, gate, projection."""
         if self.gate == "head":  # it commutes with XSA, whose function has the projection in it
             y = (y * self.gates(x)).to(y.dtype)
-        if self.exclusive == "on" and self.gate != "element":
+        if self.exclusive == "on" and self.gate != "element" and torch.is_grad_enabled():
             return ExclusiveProjection.apply(y, v, self.c_proj.weight, self.c_proj.bias)
         if self.exclusive != "off":
             y = exclude(y, v, self.alpha.tanh() if self.exclusive == "learned" else None)
