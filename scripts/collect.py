@@ -1,6 +1,7 @@
 """Pictures and tables of experiments from the runs that there are (scripts.reproduce --collect). What is missing, unfinished or
 wrong is named, and what can be made of the rest is made."""
 
+import hashlib
 import json
 import math
 import shlex
@@ -12,10 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
+from urllib.parse import quote
 
 from command_line import InputError, StopRequest
+from data.shards import open_dataset
 from scripts.compare import FINAL_SHARE, markdown, save_text
-from scripts.experiments import Cell, Experiment, names
+from scripts.experiments import Cell, Experiment
 from scripts.figures import Gap, Gaps, Point, baseline_of, draw_curves, draw_final, final_loss
 from scripts.launch import Wanted, execute, last_words
 from scripts.runs import Run, read_run
@@ -104,7 +107,7 @@ class Collector:
                         "baseline" if is_baseline else str(gaps[i, split]) if (i, split) in gaps else "n/a"]
             rows.append(row)
         lines = [
-            f"![{self.experiment.title}]({self.picture.name})", "", markdown(rows), "",
+            f"![{self.experiment.title}]({quote(self.picture.name)})", "", markdown(rows), "",
             f"Losses in nats, means over seeds. Train: the last {FINAL_SHARE:.0%} of the logged steps; val: the last evaluation. "
             "Differences are to the baseline at the same place, ± the standard error of their mean: over seeds, paired, or with "
             "one seed over validation windows, paired (what other text would change, not what another seed would).",
@@ -166,50 +169,66 @@ class Collector:
     # --- figures 1 and 2, table 2: made by commands of their own ------------------------------------------------------------
 
     def bias(self) -> Made:
-        folders = [str(run.folder) for point in self.points() for run in point.runs.values()]
-        if not folders:
+        runs = [run for point in self.points() for run in point.runs.values()]
+        if not runs:
             return Made(["No run is finished yet."])
         folder = self.out / self.experiment.name
-        return self._by_command([["-m", "eval.bias", *folders, f"--out={folder}"]], ["bias.json", "bias.png"], folders)
+        argv = ["-m", "eval.bias", *(str(run.folder) for run in runs), f"--out={folder}"]
+        given = [text.removeprefix("--dataset=") for text in self.experiment.arguments if text.startswith("--dataset=")]
+        data = {dataset: _fingerprint(dataset) for dataset in given or [run.config["dataset"] for run in runs]}
+        return self._by_command([argv], ["bias.json", "bias.png"], runs, data)
 
     def block(self) -> Made:
         folder = self.out / self.experiment.name
         argv = ["-m", "scripts.bench", "block", *self.experiment.base, f"--json={folder / 'block.json'}", f"--out={folder}"]
-        return self._by_command([argv], ["block.json", "block.png"], [])
+        return self._by_command([argv], ["block.json", "block.png"], [], {})
 
     def tasks(self) -> Made:
         """A command for each baseline with its variants, whose differences it tests item by item."""
         folder = self.out / self.experiment.name
-        sets: dict[str, list[str]] = {}
+
+        def place(labels: dict[str, str], seed: int) -> tuple[Any, ...]:
+            return *(label for axis, label in labels.items() if axis != self.experiment.compare), seed
+
+        sets: dict[tuple[Any, ...], list[Run]] = {}
         for point in self.points():
-            rest = [label for axis, label in point.labels.items() if axis != self.experiment.compare]
             for seed, run in point.runs.items():
-                sets.setdefault("-".join([*rest, str(seed)]), []).append(str(run.folder))
+                sets.setdefault(place(point.labels, seed), []).append(run)
         if not sets:
             return Made(["No run is finished yet."])
-        data = [f"--task_data={self.args.task_data}"] if self.args.task_data else []
-        commands = [["-m", "eval.tasks", *folders, *data, f"--json={folder / f'{name}.json'}"] for name, folders in sets.items()]
+        # A set is named by its baseline's run: labels are free text, no names of files.
+        baselines: dict[tuple[Any, ...], str] = {}
+        for cell in self.cells:
+            baselines.setdefault(place(cell.labels, cell.run.config.seed), cell.run.name)
+        results = [f"{baselines[where]}.json" for where in sets]
+        task_data = self.args.task_data
+        given = [f"--task_data={task_data}"] if task_data else []
+        commands = [["-m", "eval.tasks", *(str(run.folder) for run in runs), *given, f"--json={folder / name}"]
+                    for name, runs in zip(results, sets.values(), strict=True)]
 
         def table(name: str) -> str:
             from eval.tasks import read_results, report
 
             return report(read_results(folder / name))
 
-        results = [f"{name}.json" for name in sets]
-        return self._by_command(commands, results, [f for folders in sets.values() for f in folders], table)
+        data = {str(task_data): _listing(task_data)} if task_data else {}
+        return self._by_command(commands, results, [run for runs in sets.values() for run in runs], data, table)
 
-    def _by_command(self, commands: list[list[str]], results: list[str], folders: list[str],
+    def _by_command(self, commands: list[list[str]], results: list[str], runs: list[Run], data: dict[str, str | None],
                     table: Callable[[str], str] | None = None) -> Made:
-        """Runs the commands unless they have made their results from these checkpoints before. Shows what they print, or what
-        `table` makes of each one's result."""
+        """Runs the commands unless they have made their results from these checkpoints and `data` before: by name a hash of each
+        data set's content, None where it is not there, for results outlive it. Shows what they print, or what `table` makes of
+        each one's result."""
         folder = self.out / self.experiment.name
         folder.mkdir(exist_ok=True)
         commands = [[sys.executable, *argv, *self.experiment.arguments] for argv in commands]
-        times = {str(p): p.stat().st_mtime_ns for f in folders for p in sorted(Path(f).glob("ckpt_*.pt"))}
+        times = {str(p): p.stat().st_mtime_ns for run in runs for p in sorted(run.folder.glob("ckpt_*.pt"))}
         mark = {"commands": commands, "checkpoints": times}
         kept = folder / "made_from.json"
         saved = _load_json(kept)
-        if saved.get("mark") != mark or not all((folder / name).exists() for name in results):
+        same = saved.get("mark") == mark and all(
+            content is None or content == saved.get("data", {}).get(name) for name, content in data.items())
+        if not same or not all((folder / name).exists() for name in results):
             texts = []
             for argv in commands:
                 print(f"{self.experiment.name}: {shlex.join(['python', *argv[1:]])}", flush=True)
@@ -225,13 +244,13 @@ class Collector:
                     print(f"    {reason}", flush=True)
                     return made
                 texts.append((folder / "output.txt").read_text(encoding="utf-8", errors="replace"))
-            saved = {"mark": mark, "texts": texts}
+            saved = {"mark": mark, "data": data, "texts": texts}
             save_text(json.dumps(saved) + "\n", kept)
         pictures = [folder / name for name in results if name.endswith(".png")]
         lines = []
         if pictures:
             shutil.copyfile(pictures[0], self.picture)
-            lines += [f"![{self.experiment.title}]({self.picture.name})", ""]
+            lines += [f"![{self.experiment.title}]({quote(self.picture.name)})", ""]
         texts = map(table, results) if table else saved["texts"]
         for argv, text in zip(commands, texts, strict=True):
             text = text.strip()
@@ -239,8 +258,29 @@ class Collector:
                 text = "#" + text.replace("\n#", "\n##")
             elif table is None:
                 text = f"```text\n{text}\n```"
-            lines += [f"`{shlex.join(['python', *argv[1:]])}`", "", text, ""]
+            lines += [_as_typed(["python", *argv[1:]]), "", text, ""]
         return Made(lines, complete=True)
+
+
+def _as_typed(argv: list[str]) -> str:
+    """A command in Markdown, to be copied into a shell."""
+    return f"```sh\n{shlex.join(argv)}\n```"
+
+
+def _fingerprint(dataset: str) -> str | None:
+    try:
+        return open_dataset(dataset).fingerprint
+    except (InputError, OSError):
+        return None
+
+
+def _listing(folder: Path) -> str | None:
+    """Hash of the names, sizes and times of all files in a folder."""
+    if not folder.is_dir():
+        return None
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    lines = [[str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+    return hashlib.sha256(json.dumps(lines).encode()).hexdigest()
 
 
 def _load_json(path: Path) -> dict[str, Any]:
@@ -262,8 +302,7 @@ def collect(experiments: dict[str, tuple[Experiment, list[Cell]]], wanted: dict[
         made = make()
         failures += made.failures
         problems = collector.problems()
-        called = name if name in names() else experiment.path
-        text = [f"# {experiment.title}", "", f"`python -m scripts.reproduce {called} --scale={args.scale}`", "",
+        text = [f"# {experiment.title}", "", _as_typed(args.command), "",
                 *([TINY_NOTE, ""] if args.scale == "tiny" else []), *problems, *([""] if problems else []), *made.lines]
         save_text("\n".join(text).rstrip() + "\n", args.out / f"{name}.md")
         if stop.signal:
@@ -277,12 +316,12 @@ def collect(experiments: dict[str, tuple[Experiment, list[Cell]]], wanted: dict[
             missing.append(made.lines[0].removeprefix("**Missing:** "))
         finished = sum(wanted[run].state.kind == "finished" for run in runs)
         rows.append([experiment.title, f"{finished} of {len(runs)}" if runs else "none wanted",
-                     ", ".join(f"[{file}]({file})" for file in files) if made.complete else "nothing",
+                     ", ".join(f"[{file}]({quote(file)})" for file in files) if made.complete else "nothing",
                      ", ".join(missing) or "nothing"])
         if len(experiments) == 1:
             print("\n".join(["", *text, "", f"written: {', '.join(str(args.out / file) for file in files)}"]))
     if len(experiments) > 1:
-        overview = f"# Results at scale {args.scale}\n\n{markdown(rows)}\n"
+        overview = f"# Results at scale {args.scale}\n\n{_as_typed(args.command)}\n\n{markdown(rows)}\n"
         save_text(overview, args.out / "results.md")
         print(f"\n{overview}\nwritten: {args.out / 'results.md'}")
     return failures

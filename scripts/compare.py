@@ -226,6 +226,7 @@ def table(variants: list[Variant], end: int) -> str:
 
 def markdown(rows: list[list[str]]) -> str:
     """A Markdown table; the first row is its head."""
+    rows = [[cell.replace("|", r"\|") for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rows = [rows[0], ["-" * width for width in widths], *rows[1:]]
     return "\n".join("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows)

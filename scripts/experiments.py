@@ -94,6 +94,10 @@ class Experiment:
         n_runs = math.prod(map(len, self.grid.values())) * len(seeds or self.seeds)
         if n_runs > MAX_RUNS:
             raise InputError(f"{self.path}: grid and seeds make {n_runs:,} runs, wanted at most {MAX_RUNS:,}")
+        for axis, entries in self.grid.items():
+            labels = [self._label(entry, axis) for entry in entries]
+            if repeated := [label for i, label in enumerate(labels) if label in labels[:i] and entries[i] not in entries[:i]]:
+                raise InputError(f"{self.path}: grid: axis {axis!r} has two entries called {repeated[0]!r}; give each a name")
         cells = []
         for entries in itertools.product(*self.grid.values()):
             labels = {axis: self._label(entry, axis) for axis, entry in zip(self.grid, entries, strict=True)}
@@ -226,6 +230,10 @@ def _is_grid(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(entries, list) and entries for entries in value.values())
 
 
+def _is_line(value: Any) -> bool:
+    return isinstance(value, str) and value.isprintable()
+
+
 def _is_limits(value: Any) -> bool:
     return (isinstance(value, list) and len(value) in (0, 2) and all(type(item) in (int, float) for item in value)
             and value == sorted(set(value)))
@@ -233,14 +241,14 @@ def _is_limits(value: Any) -> bool:
 
 # What an experiment file may set: in words, and whether a value is it.
 KEYS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "title": ("text", lambda value: isinstance(value, str)),
+    "title": ("text of one line", _is_line),
     "figure": ("one of " + ", ".join(FIGURES), lambda value: value in FIGURES),
     "base": ("a list of config files", _is_list_of(str)),
     "grid": ("a dictionary of axes, each a list of values or of dictionaries", _is_grid),
     "seeds": ("a list of whole numbers", _is_list_of(int, 1)),
     "compare": ("an axis of grid", lambda value: isinstance(value, str)),
     "x": ("a setting that grid varies", lambda value: isinstance(value, str)),
-    "x_label": ("text", lambda value: isinstance(value, str)),
+    "x_label": ("text of one line", _is_line),
     "x_scale": ("one of " + ", ".join(X_SCALES), lambda value: value in X_SCALES),
     "y_limits": ("[low, high]", _is_limits),
     "arguments": ("a list of flags", _is_list_of(str)),
@@ -278,8 +286,8 @@ def _entry(axis: str, item: Any, where: str) -> dict[str, Any]:
     entry: dict[str, Any] = {}
     for key, value in item.items():
         if key in ("name", "config"):
-            if not isinstance(value, str):
-                raise InputError(f"{where}: {key} wants text, found {value!r:.80}")
+            if not _is_line(value):
+                raise InputError(f"{where}: {key} wants text of one line, found {value!r:.80}")
             entry[key] = value
         elif key in ("seed", "out_dir", "init_from"):
             raise InputError(f"{where}: {key} is not for a grid" + ("; use seeds" if key == "seed" else ""))

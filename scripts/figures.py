@@ -25,6 +25,7 @@ from scripts.compare import (
 from scripts.experiments import Experiment
 from scripts.runs import Run
 
+TEXT = {"text.parse_math": False}  # a dollar sign in a label is one
 SMOOTH = 0.02  # training loss is drawn as a moving average over this share of a run
 
 
@@ -106,7 +107,7 @@ def draw_curves(experiment: Experiment, points: list[Point], path: Path) -> None
     """Training and validation loss against iteration, and below them the difference to the baseline. `points` have runs that are
     finished, or on their way."""
     plt, drawn = pyplot(), [point for point in points if point.runs]
-    with plt.rc_context(STYLE):
+    with plt.rc_context(STYLE | TEXT):
         figure, axes = plt.subplots(2, 2, figsize=(9, 6.6), sharex=True, layout="constrained", height_ratios=[2, 1])
         axes[0, 1].sharey(axes[0, 0])
         axes[1, 1].sharey(axes[1, 0])
@@ -178,7 +179,7 @@ Gaps = dict[tuple[int, str], Gap]  # by a point's place in the list and "train" 
 def draw_final(experiment: Experiment, points: list[Point], gaps: Gaps, path: Path) -> None:
     """Final training and validation loss against x, and below them the difference to the baseline; without an x, by variant."""
     plt = pyplot()
-    with plt.rc_context(STYLE):
+    with plt.rc_context(STYLE | TEXT):
         if experiment.x:
             figure = _against_x(plt, experiment, points, gaps)
         else:

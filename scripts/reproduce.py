@@ -20,7 +20,8 @@ never repeated: the same command goes on where it was. Flags:
     --task_data=DIR  for Table 2 without internet (default data/tasks, if it is there)
 Every other --key=value is a setting of all runs, for train.py.
 
-DIR/commands.txt keeps every command that was started, DIR/logs what it said. Ctrl-C: the run that is going saves and stops.
+DIR/commands.txt keeps every command that was started, DIR/logs what it said; a table says which command made it. Ctrl-C: the run
+that is going saves and stops.
 Exit status: 0 done or stopped on request; 1 a run or an evaluation failed, the others were made; 2 bad arguments or bad input.
 """
 
@@ -128,6 +129,7 @@ def parse(argv: list[str]) -> tuple[Namespace, list[str]]:
     parser.add_argument("--mfu", type=float, default=0.4)
     parser.add_argument("--task_data", type=Path, metavar="DIR")
     args, extra = parser.parse_known_args(argv)
+    args.command = ["python", "-m", "scripts.reproduce", *argv]
     for argument in extra:
         if not argument.startswith("--") or "=" not in argument:
             raise InputError(f"wanted --key=value, found {argument!r} (see --help)")

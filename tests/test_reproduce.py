@@ -3,6 +3,9 @@
 import json
 import math
 import os
+import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -175,6 +178,8 @@ def test_bad_arguments(argv, wanted, capsys, tmp_path):
     ('tiny = {"grid": {"n_sink": [1, 2, 3]}}', "as many entries"), ('tiny = {"grids": {}}', "grids"),
     ('base = ["config/9b.py"]', "config/9b.py"), ('base = []', "config file"), ('y_limits = [3, 2]', "[low, high]"),
     ('seeds = [len("ab")]', "literal"), ('grid = {**{}}', "keys"), ('import os', "key = value"),
+    ('title = "two\\nlines"', "one line"), ('grid = {"a": [{"name": "x\\r", "n_sink": 1}]}', "one line"),
+    ('grid = {"a": [{"name": "x", "n_sink": 1}, {"name": "x", "n_sink": 2}]}\nx = ""', "two entries called 'x'"),
     ('grid = {"n_sink": [0, 1], "attention": ["sa", "zsa"]}', "attention"), ('grid = {"n_sink": [0, -1]}', "n_sink"),
 ])
 def test_bad_files(change, wanted, capsys, tmp_path, file):
@@ -407,6 +412,94 @@ def test_figures_made_by_commands(code, status, tmp_path, capsys, monkeypatch):
     (out / "tiny-sa" / "ckpt_00000200.pt").touch()
     run(capsys, "fig1", "--scale=tiny", "--collect", f"--out={out}")
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("name", ["fig1", "table2"])
+def test_results_are_made_anew_from_other_data_and_outlive_the_data(name, tmp_path, capsys, monkeypatch):
+    out, calls, data = tmp_path / "out", [], tmp_path / "data"
+    extra = [f"--dataset={data}"] if name == "fig1" else [f"--task_data={data}"]
+    for cell in planned(name, "tiny", extra if name == "fig1" else []):
+        write(cell, out, 0.0)
+
+    def execute(argv, log, out, stop, output):
+        calls.append(argv)
+        output.write_text("a table\n")
+        made = [out / name / "bias.json", out / name / "bias.png"] if name == "fig1" else [Path(argv[-2].removeprefix("--json="))]
+        for path in made:
+            path.write_text("{}")
+        return 0
+
+    def fill(tokens: np.ndarray) -> None:
+        data.mkdir(exist_ok=True)
+        for split in ("train", "val"):
+            tokens.astype("<u2").tofile(data / f"{split}.bin")
+
+    def made() -> int:
+        calls.clear()
+        status, _, err = run(capsys, name, "--scale=tiny", "--collect", f"--out={out}", *extra)
+        assert status == 0, err
+        return len(calls)
+
+    monkeypatch.setattr(collect, "execute", execute)
+    monkeypatch.setattr("eval.tasks.read_results", lambda path: path)
+    monkeypatch.setattr("eval.tasks.report", lambda path: f"made of {path.name}")
+    fill(np.arange(5000))
+    whole = {"fig1": 1, "table2": 6}[name]
+    assert [made(), made()] == [whole, 0]
+    fill(np.arange(5000) % 7)  # of the same names and sizes
+    assert [made(), made()] == [whole, 0]
+    shutil.rmtree(data)
+    assert made() == 0
+    fill(np.arange(5000))
+    assert made() == whole
+
+
+AWKWARD = '''
+title = "$odd & [title]"
+figure = "tasks"
+base = ["config/tiny.py"]
+grid = {"size": [{"name": "a/b|../c $\\\\x$", "n_layer": 1}, {"name": "a", "n_layer": 2}], "attention": ["sa", "xsa"]}
+'''
+
+
+@pytest.mark.parametrize("figure", ["tasks", "final", "curves"])
+def test_labels_are_free_text(figure, tmp_path, capsys, monkeypatch):
+    """They make no paths, break no table and are no formulas; the command stands in the text as it was typed."""
+    path, out, calls = tmp_path / "odd 'one.py", tmp_path / "out of it", []
+    path.write_text(AWKWARD.replace("tasks", figure))
+    cells = experiments.read(str(path), "paper").cells(["--grad_clip=2.0"], [3])
+    for cell in cells:
+        write(cell, out, 0.0)
+
+    def execute(argv, log, out, stop, output):
+        calls.append(Path(argv[-1].removeprefix("--json=")))
+        output.write_text("")
+        calls[-1].write_text("{}")
+        return 0
+
+    monkeypatch.setattr(collect, "execute", execute)
+    monkeypatch.setattr("eval.tasks.read_results", lambda path: path)
+    monkeypatch.setattr("eval.tasks.report", lambda path: f"made of {path.name}")
+    argv = [str(path), "--collect", f"--out={out}", "--seeds=3", "--grad_clip=2.0", "--n_gpus=1"]
+    status, _, err = run(capsys, *argv)
+    assert status == 0, err
+    text = (out / "odd 'one.md").read_text()
+    command = text.split("```sh\n", 1)[1].split("\n```", 1)[0]
+    assert shlex.split(command) == ["python", "-m", "scripts.reproduce", *argv]
+    if figure == "tasks":
+        assert calls == [out / "odd 'one" / f"{cells[i].run.name}.json" for i in (0, 2)]
+        assert all(f"made of {call.name}" in text for call in calls)
+    else:
+        assert "](odd%20%27one.png)" in text and (out / "odd 'one.png").exists()
+        table = [re.split(r"(?<!\\)\|", line)[1:-1] for line in text.splitlines() if line.startswith("|")]
+        assert {len(row) for row in table} == {7} and "a/b\\|../c" in table[2][0]
+
+
+def test_the_overview_says_which_command_made_it(tmp_path, capsys):
+    argv = ["fig4", "fig6", "--scale=tiny", "--collect", "--seeds=1,2", f"--out={tmp_path / 'an out'}"]
+    assert run(capsys, *argv)[0] == 0
+    command = (tmp_path / "an out" / "results.md").read_text().split("```sh\n", 1)[1].split("\n```", 1)[0]
+    assert shlex.split(command) == ["python", "-m", "scripts.reproduce", *argv]
 
 
 # --- one run for one set of settings ----------------------------------------------------------------------------------------
