@@ -21,7 +21,7 @@ from scripts.compare import FINAL_SHARE, markdown, save_text
 from scripts.experiments import Cell, Experiment
 from scripts.figures import Gap, Gaps, Point, baseline_of, draw_curves, draw_final, final_loss
 from scripts.launch import Wanted, execute, last_words
-from scripts.runs import Run, read_run
+from scripts.runs import Run, State, read_run
 
 SPLITS = ("train", "val")
 CPU_FLOPS = 1e15  # hours: an evaluation of more than that is not begun on a CPU
@@ -66,9 +66,9 @@ class Collector:
             if wanted.state.kind in kinds:
                 try:
                     point.runs[cell.run.config.seed] = read_run(wanted.folder)
-                except InputError:  # a run that has only begun has no losses yet
+                except InputError as error:  # a run that has only begun has no losses yet
                     if wanted.state.kind == "finished":
-                        raise
+                        wanted.state = State("wrong", str(error))
         return list(found.values())
 
     def problems(self) -> list[str]:
@@ -155,7 +155,7 @@ class Collector:
             if self.stop.signal:
                 raise InputError("stopped on request")
             device = choose_device("auto")
-            flops = run.info.get("flops_per_token", 0) / 3 * run.config["eval_tokens"]
+            flops = run.info.get("flops_per_token", 0) / 3 * run.config.get("eval_tokens", 0)
             if device.type == "cpu" and flops > CPU_FLOPS:
                 raise InputError("its windows have to be evaluated on a GPU: --collect there")
             saved = {"mark": mark, "losses": window_losses(path, device, progress=True)}
@@ -293,22 +293,23 @@ def _load_json(path: Path) -> dict[str, Any]:
 
 def collect(experiments: dict[str, tuple[Experiment, list[Cell]]], wanted: dict[str, Wanted], args: Namespace,
             stop: StopRequest) -> list[str]:
-    """Writes NAME.md and NAME.png of every experiment, and results.md, their list. Returns what failed."""
+    """Writes NAME.md and NAME.png of every experiment, and results.md, their list. Returns what failed, wrong runs included."""
     failures: list[str] = []
     rows = [["experiment", "runs finished", "made", "missing"]]
     for name, (experiment, cells) in experiments.items():
         collector = Collector(experiment, cells, wanted, args, stop)
         make: Callable[[], Made] = getattr(collector, experiment.figure)
         made = make()
+        runs = list(dict.fromkeys(cell.run.name for cell in cells))
         failures += made.failures
         problems = collector.problems()
+        failures += [f"{run}: {wanted[run].state.text}" for run in runs if wanted[run].state.kind == "wrong"]
         text = [f"# {experiment.title}", "", _as_typed(args.command), "",
                 *([TINY_NOTE, ""] if args.scale == "tiny" else []), *problems, *([""] if problems else []), *made.lines]
         save_text("\n".join(text).rstrip() + "\n", args.out / f"{name}.md")
         if stop.signal:
             return failures
         files = [f"{name}.md", *([collector.picture.name] if made.complete and collector.picture.exists() else [])]
-        runs = list(dict.fromkeys(cell.run.name for cell in cells))
         missing = [f"`{run}`" for run in runs if wanted[run].state.kind != "finished"]
         if len(missing) > 3:
             missing = [*missing[:2], f"{len(missing) - 2} more runs, named in {name}.md"]

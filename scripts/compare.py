@@ -4,7 +4,8 @@
 
 Runs with the same settings but for the seed are one variant, named by its attention and by whatever else tells the variants
 apart; the first run's variant is the baseline. Everything is compared at equal tokens, up to where the shortest run ends.
-Writes comparison.png and comparison.md and prints the latter. Flags:
+Writes comparison.png and comparison.md and prints the latter. A broken run is named and left out, and the exit status is then 1.
+Flags:
     --out=DIR            where to; default: the deepest folder that holds all the runs, or the current one where that is the root
     --x=tokens|steps     the curves' horizontal axis (default tokens)
     --smooth=X           training loss is drawn as a centred moving average over this share of a run (default 0.02; 0: as it is)
@@ -144,6 +145,10 @@ def warnings(runs: list[Run], end: int) -> list[str]:
         found.append(f"step times, tokens/s and memory are not of the same set-up: different {', '.join(speed)}")
     found += data_seen(runs)[1]
     for run in runs:
+        if run.unknown:
+            split, step = run.unknown[0]
+            found.append(f"{run.folder}: losses that are not numbers are left out: {len(run.unknown):,}, the first at step "
+                         f"{step:,} ({split})")
         last, planned = run.steps[max(run.train)], run.config["max_iters"]
         if last < planned:
             found.append(f"{run.folder} is unfinished: step {last:,} of {planned:,}")
@@ -241,12 +246,13 @@ def _format(value: float | None, spec: str) -> str:
     return "n/a" if value is None else format(value, spec)
 
 
-def report(variants: list[Variant], end: int) -> str:
-    """comparison.md."""
+def report(variants: list[Variant], end: int, broken: list[str]) -> str:
+    """comparison.md; `broken` says of each run that was left out why."""
     runs = [run for variant in variants for run in variant.runs]
     val_at = last_common_validation(runs, end)
     where = "no evaluation after the start is common to all runs" if val_at is None else f"after {val_at:,} tokens"
-    lines = [f"# {title(variants)}", "", *(f"**Warning:** {text}.  " for text in warnings(runs, end))]
+    said = [*(f"left out: {text}" for text in broken), *warnings(runs, end)]
+    lines = [f"# {title(variants)}", "", *(f"**Warning:** {text}.  " for text in said)]
     lines += [""] * (lines[-1] != "")
     lines += [
         table(variants, end), "",
@@ -288,7 +294,7 @@ class Curve:
         """The centred moving average over `share` of the points, where all of its window exists: a shorter one at the ends
         would be noisier, and one that is not centred would shift a falling curve."""
         half = min(math.ceil(share * len(self.tokens) / 2), (len(self.tokens) - 1) // 2)
-        if half == 0:
+        if half <= 0:  # no point at all: -1
             return self
         window = np.full(2 * half + 1, 1 / (2 * half + 1))
         return Curve(self.tokens[half:-half], np.array([np.convolve(row, window, mode="valid") for row in self.values]))
@@ -424,14 +430,32 @@ def _limit(axes, curves: list[Curve], end: int, *others: float) -> None:
 # --- command ----------------------------------------------------------------------------------------------------------------
 
 
-def compare(folders: list[Path], out: Path | None, x_axis: str, share: float) -> str:
-    """Reads the runs, writes comparison.png and comparison.md and returns the latter's text. Raises InputError."""
+def read_all(folders: list[Path]) -> tuple[list[Run], list[str]]:
+    """The runs, and of each that is broken what is wrong with it. Raises InputError where a folder is none or all are broken."""
+    runs, broken = [], []
+    for folder in folders:
+        try:
+            runs.append(read_run(folder))
+        except InputError as error:
+            if not folder.is_dir():
+                raise
+            broken.append(str(error))
+    if not runs:
+        raise InputError("; ".join(broken))
+    if runs[0].folder != folders[0]:
+        broken[0] += f"; the baseline is {runs[0].folder} instead"
+    return runs, broken
+
+
+def compare(folders: list[Path], out: Path | None, x_axis: str, share: float) -> tuple[str, list[str]]:
+    """Reads the runs, writes comparison.png and comparison.md and returns the latter's text, and which runs are broken. Raises
+    InputError."""
     if not 0 <= share < 1:
         raise InputError(f"--smooth: wanted a share of a run, from 0 to below 1, found {share}")
     places = [folder.resolve() for folder in folders]
     if repeated := [folder for i, folder in enumerate(folders) if places[i] in places[:i]]:
         raise InputError(f"run {repeated[0]} is given twice")
-    runs = [read_run(folder) for folder in folders]
+    runs, broken = read_all(folders)
     variants = group(runs)
     end = min(max(run.train) for run in runs)
     for variant in variants:
@@ -445,10 +469,10 @@ def compare(folders: list[Path], out: Path | None, x_axis: str, share: float) ->
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"--out: {out} cannot be made: {error.strerror}") from None
-    text = report(variants, end)
+    text = report(variants, end, broken)
     draw(variants, end, x_axis, share, out / "comparison.png")
     save_text(text, out / "comparison.md")
-    return f"{text}\nwritten: {out / 'comparison.md'}, {out / 'comparison.png'}"
+    return f"{text}\nwritten: {out / 'comparison.md'}, {out / 'comparison.png'}", broken
 
 
 def main(argv: list[str]) -> int:
@@ -459,11 +483,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--smooth", type=float, default=0.02, metavar="X")
     try:
         args = parser.parse_args(argv)
-        print(compare(args.runs, args.out, args.x, args.smooth))
+        text, broken = compare(args.runs, args.out, args.x, args.smooth)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0
+    print(text)
+    for fault in broken:
+        print(f"error: {fault}", file=sys.stderr)
+    return 1 if broken else 0
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ Every other --key=value is a setting of all runs, for train.py.
 
 DIR/commands.txt keeps every command that was started, DIR/logs what it said; a table says which command made it. Ctrl-C: the run
 that is going saves and stops.
-Exit status: 0 done or stopped on request; 1 a run or an evaluation failed, the others were made; 2 bad arguments or bad input.
+Exit status: 0 done or stopped on request; 1 a run or an evaluation failed or is broken, the others were made; 2 bad arguments
+or bad input.
 """
 
 import shutil
@@ -194,7 +195,7 @@ def reproduce(args: Namespace, extra: list[str], stop: StopRequest) -> list[str]
         failures += collect(experiments, {w.run.name: w for w in runs}, args, stop)
     if stop.signal:
         print("stopped on request; the same command goes on from here")
-    return failures
+    return list(dict.fromkeys(failures))  # a wrong run fails the launch, and every experiment that wants it
 
 
 def main(argv: list[str]) -> int:

@@ -30,6 +30,7 @@ class Run:
     val: dict[int, float]
     steps: dict[int, int]  # tokens to steps
     hashes: dict[int, str]  # tokens to data_hash, of all training windows up to there
+    unknown: list[tuple[str, int]]  # split and step of losses that are not numbers, of skipped steps say
     step_ms: float | None
     tokens_per_s: float | None
     peak_memory_gb: float | None
@@ -58,10 +59,12 @@ def read_run(folder: Path) -> Run:
     by_split: dict[str, dict[int, float]] = {"train": {}, "val": {}}
     steps: dict[int, int] = {}
     hashes: dict[int, str] = {}
+    unknown = []
     for record in records:
-        loss = record["loss"]
-        if loss is not None and math.isfinite(loss):  # a skipped step has none
-            by_split[record["split"]][record["tokens"]] = loss
+        if _has_loss(record):
+            by_split[record["split"]][record["tokens"]] = record["loss"]
+        else:
+            unknown.append((record["split"], record["step"]))
         steps[record["tokens"]] = record["step"]
         if isinstance(record.get("data_hash"), str):
             hashes[record["tokens"]] = record["data_hash"]
@@ -74,10 +77,14 @@ def read_run(folder: Path) -> Run:
         return [r[key] for r in trained if isinstance(r.get(key), int | float) and abs(r[key]) < _TOO_LARGE]
 
     return Run(
-        folder, info, dict(sorted(by_split["train"].items())), dict(sorted(by_split["val"].items())), steps, hashes,
+        folder, info, by_split["train"], by_split["val"], steps, hashes, unknown,
         *(pick(numbers(key)) if numbers(key) else None
           for key, pick in (("step_ms", median), ("tokens_per_s", median), ("peak_memory_gb", max))),
     )
+
+
+def _has_loss(record: dict[str, Any]) -> bool:
+    return record["loss"] is not None and math.isfinite(record["loss"])
 
 
 def read_info(folder: Path) -> dict[str, Any]:
@@ -108,6 +115,8 @@ def read_info(folder: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> str:
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise InputError(f"{path} is not a file")
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
@@ -116,7 +125,8 @@ def _read(path: Path) -> str:
 def read_records(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics file with the splits train and val, without a last one that a crash cut off."""
     lines = _read(path).split("\n")  # what follows the last line end is empty, or was cut off
-    records = []
+    records: list[dict[str, Any]] = []
+    last: dict[str, dict[str, Any]] = {}  # of each split
     for number, line in enumerate(lines[:-1], 1):
         try:
             record = json.loads(line)
@@ -125,11 +135,16 @@ def read_records(path: Path) -> list[dict[str, Any]]:
             if whole and record["split"] not in ("train", "val"):
                 continue
             loss = record["loss"]
-            whole = whole and (loss is None or (isinstance(loss, int | float) and not _TOO_LARGE <= abs(loss) < math.inf))
+            whole = whole and (loss is None or (type(loss) in (int, float) and not _TOO_LARGE <= abs(loss) < math.inf))
         except (ValueError, KeyError, TypeError, RecursionError):
             whole = False
         if not whole:
             raise InputError(f"{path} line {number}: wanted an object with step, tokens, split and loss, found {line[:80]!r}")
+        before = last.setdefault(record["split"], {"step": -1, "tokens": -1})
+        if record["step"] <= before["step"] or record["tokens"] <= before["tokens"]:
+            raise InputError(f"{path} line {number}: out of order: step {record['step']}, {record['tokens']} tokens after step "
+                             f"{before['step']}, {before['tokens']} tokens ({record['split']})")
+        last[record["split"]] = record
         records.append(record)
     return records
 
@@ -149,6 +164,8 @@ class State:
 def state_of(folder: Path, wanted: dict[str, Any], explicit: set[str]) -> State:
     """How far the run in `folder` is with the settings `wanted`. A setting that its code did not know yet counts where it is
     one of the `explicit` ones, which the run is about."""
+    if folder.exists() and not folder.is_dir():
+        return State("wrong", f"{folder} is not a folder")
     if not (folder / "config.json").exists():
         return State("missing", "not started")
     try:
@@ -165,7 +182,7 @@ def state_of(folder: Path, wanted: dict[str, Any], explicit: set[str]) -> State:
             return State("wrong", f"{folder / 'config.json'} has {key}={found[key]!r}, wanted {value!r}")
     steps = {record["split"]: record["step"] for record in records}
     last, planned = steps.get("train", 0), wanted["max_iters"]
-    bad = [record for record in records if record["loss"] is None or not math.isfinite(record["loss"])]
+    bad = [record for record in records if not _has_loss(record)]
     skipped = sum(record["split"] == "train" for record in bad)
     note = f", {skipped} steps skipped" if skipped else ""
     if any(record["split"] == "val" and record["step"] == steps["val"] for record in bad):
@@ -174,6 +191,8 @@ def state_of(folder: Path, wanted: dict[str, Any], explicit: set[str]) -> State:
     behind = checkpoints and checkpoints[-1] < f"ckpt_{planned:08d}.pt"  # killed before the last one; none at all: removed since
     if steps.get("val", -1) < planned or last < planned or behind:
         return State("unfinished", f"step {last:,} of {planned:,}{note}")
+    if skipped == sum(record["split"] == "train" for record in records):
+        return State("wrong", f"no training loss is a number{note}")
     return State("finished", f"{planned:,} steps{note}")
 
 

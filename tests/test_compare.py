@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from dataclasses import asdict
@@ -264,17 +265,77 @@ def break_run(folder: Path, fault: str) -> Path:
             config.write_text("{")
         case "a foreign config":
             config.write_text('{"config": {"lr": 1}}')
+        case "a truncated config":
+            config.write_text(config.read_text()[:-20])
+        case "an empty config" | "an empty metrics file":
+            (config if "config" in fault else metrics).write_text("")
+        case "a folder for config" | "a folder for metrics":
+            path = config if "config" in fault else metrics
+            path.unlink()
+            path.mkdir()
+        case "a list for config" | "a text for seed" | "a list for a setting" | "a text for a count":
+            info = json.loads(config.read_text())
+            if fault == "a text for a count":
+                info["n_params"] = "9"
+            info["config"] |= {"a text for seed": {"seed": "one"}, "a list for a setting": {"n_head": [4]}}.get(fault, {})
+            config.write_text(json.dumps([info] if fault == "a list for config" else info))
+        case "lines out of order":
+            metrics.write_text("".join([*lines[:40], lines[50], *lines[40:50], *lines[51:]]))
+        case "lines twice":
+            metrics.write_text("".join([*lines, *lines[-30:]]))
+        case _:  # a loss, of every training line or of one
+            which, value = fault.rsplit(" ", 1)
+            for i, line in enumerate(lines):
+                if '"train"' in line and (which == "all" or i == 40):
+                    lines[i] = re.sub('"loss": [0-9.e-]+', f'"loss": {value}', line)
+            metrics.write_text("".join(lines))
     return folder
 
 
-@pytest.mark.parametrize("fault", ["no folder", "a file", "no metrics", "no val", "no train", "a broken line", "a foreign line",
-                                   "no config", "a broken config", "a foreign config"])
-def test_what_is_no_run_is_named(tmp_path, fault, capsys):
+BROKEN = [
+    "no metrics", "no val", "no train", "a broken line", "a foreign line", "no config", "a broken config", "a foreign config",
+    "a truncated config", "an empty config", "an empty metrics file", "a folder for config", "a folder for metrics",
+    "a list for config", "a text for seed", "a list for a setting", "a text for a count", "lines out of order", "lines twice",
+    "all NaN", "all Infinity", "all null", 'one "2.5"', "one true", "one [2.5]", "one 9" + "9" * 400,
+]
+
+
+@pytest.mark.parametrize("fault", ["no folder", "a file"])
+def test_what_is_no_folder_is_a_bad_argument(tmp_path, fault, capsys):
     good, bad = write_run(tmp_path / "good"), break_run(write_run(tmp_path / "bad"), fault)
     status, out, err = run(capsys, good, bad)
     assert status == 2 and out == ""
     assert err.startswith("error: ") and err.count("\n") == 1 and str(bad) in err
     assert not (tmp_path / "comparison.md").exists()
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_broken_runs_are_named_and_the_others_compared(tmp_path, fault, capsys):
+    good, other = write_run(tmp_path / "good"), write_run(tmp_path / "other", gap=0.5, attention="xsa")
+    bad = break_run(write_run(tmp_path / "bad"), fault)
+    worse = break_run(write_run(tmp_path / "worse"), "no config")
+    status, out, err = run(capsys, good, bad, worse, other)
+    assert status == 1
+    faults = err.splitlines()
+    assert len(faults) == 2 and faults[0].startswith(f"error: {bad}/") and faults[1].startswith(f"error: {worse}/")
+    assert all(f"**Warning:** left out: {line.removeprefix('error: ')}.  " in out for line in faults)
+    assert column(out, "xsa", "train difference") == "+0.5000, s.e. n/a (one seed)"
+    assert (tmp_path / "comparison.md").read_text() in out
+
+    status, out, err = run(capsys, bad, good)
+    assert status == 1 and list(rows(out)) == ["variant", "sa"]
+    assert err.endswith(f"; the baseline is {good} instead\n") and err.count("\n") == 1
+    status, out, err = run(capsys, bad, worse, f"--out={tmp_path / 'out'}")
+    assert status == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1
+    assert str(bad) in err and str(worse) in err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "null", "1e999"])
+def test_a_loss_that_is_not_a_number_is_left_out_and_told(tmp_path, value, capsys):
+    good, bad = write_run(tmp_path / "good"), break_run(write_run(tmp_path / "bad", attention="xsa"), f"one {value}")
+    status, out, _ = run(capsys, good, bad)
+    assert status == 0 and column(out, "xsa", "train difference").startswith("+0.0000")
+    assert f"{bad}: losses that are not numbers are left out: 1, the first at step 39 (train)" in out
 
 
 @pytest.mark.parametrize("arguments", [(), ("--smooth=2",), ("--smooth=x",), ("--x=epochs",), ("--oput=here",), ("twice",)])
