@@ -77,20 +77,25 @@ class Part:
 
     def lock(self) -> int:
         """Until the process ends, or what is returned is closed. InputError: another process is at work on this part."""
-        handle = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(handle)
-            raise InputError(f"--out: {self.out}: another process is at work on {self.name}") from None
-        except OSError:
-            pass  # a file system without locks
-        return handle
+        while True:
+            handle = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(handle)
+                raise InputError(f"--out: {self.out}: another process is at work on {self.name}") from None
+            except OSError:
+                pass  # a file system without locks
+            try:
+                if os.path.samestat(os.fstat(handle), os.stat(self._lock)):
+                    return handle
+            except FileNotFoundError:
+                pass
+            os.close(handle)  # another's `unlock` removed the file after it was opened here: whoever comes next makes a new one
 
     def unlock(self, handle: int) -> None:
         self._lock.unlink(missing_ok=True)
         os.close(handle)
-
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ Train files 1 to 1030 of 100M tokens each, and a validation file, in this reposi
 was copied by hand needs none of this: train.py reads it as it is.
 """
 
-import fcntl
 import hashlib
 import os
 import re
@@ -171,12 +170,6 @@ def _fill(part: Path, file: HubFile, progress: tqdm) -> bool:
     """Download what `part` lacks. Returns whether there was something in it."""
     failures = 0
     with open(part, "ab") as target:
-        try:
-            fcntl.flock(target, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OSError(f"{part}: another process is downloading it") from None
-        except OSError:
-            pass  # a file system without locks
         resumed = target.tell() > 0
         progress.update(min(target.tell(), file.size))
         while target.tell() < file.size:

@@ -17,6 +17,7 @@ import pytest
 from command_line import InputError
 from data import hub as data_hub
 from data import pretokenized
+from data.parts import Part
 from data.pretokenized import REPOSITORY, download_pretokenized
 from data.shards import HEADER_BYTES, META, UNFINISHED, begin, open_dataset, write_meta
 from data.verify import verify
@@ -268,10 +269,29 @@ def test_other_data_in_the_folder(hub: FakeHub, tmp_path: Path, fill, said: str)
 
 
 def test_two_at_once(hub: FakeHub, tmp_path: Path) -> None:
-    with open(tmp_path / f".{VAL}.part", "ab") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(OSError, match="another process is downloading it"):
-            download_pretokenized(tmp_path, [1])
-    assert (tmp_path / UNFINISHED).exists()
+    part = Part(tmp_path, rank=0, world=1)
+    held = part.lock()
+    with pytest.raises(InputError, match="another process is at work on fineweb"):
+        download_pretokenized(tmp_path, [1])
+    assert not (tmp_path / UNFINISHED).exists() and fetched(hub) == []
+    part.unlock(held)
     download_pretokenized(tmp_path, [1])
     assert (tmp_path / VAL).stat().st_size == HEADER_BYTES + 2 * N_TOKENS
+
+
+def test_a_lock_whose_file_goes_while_it_is_opened_is_taken_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, flock, calls = Part(tmp_path, 0, 1), Part(tmp_path, 0, 1), fcntl.flock, []
+    before = first.lock()
+
+    def late(handle: int, how: int) -> None:
+        if not calls:
+            first.unlock(before)
+        calls.append(handle)
+        flock(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    held = second.lock()
+    assert len(calls) == 2
+    with pytest.raises(InputError, match="another process is at work"):
+        first.lock()
+    second.unlock(held)
