@@ -18,7 +18,6 @@ import numpy as np
 from command_line import InputError
 
 EOT_TEXT = "<|endoftext|>"
-NAMES = ("gpt2", "byte")
 
 # tiktoken keeps a download under the sha1 of its URL, so these are the names under which it looks for OpenAI's two files.
 GPT2_CACHE_FILES = {
@@ -101,13 +100,15 @@ class GPT2Tokenizer(Tokenizer):
         return self._encoding.decode_bytes(ids)
 
 
+TOKENIZERS: dict[str, type[Tokenizer]] = {"gpt2": GPT2Tokenizer, "byte": ByteTokenizer}
+NAMES = tuple(TOKENIZERS)
+
+
 def get_tokenizer(name: str) -> Tokenizer:
     """Tokenizer "gpt2" or "byte". InputError: another name, or GPT-2's vocabulary is neither cached nor to be had."""
-    if name == "byte":
-        return ByteTokenizer()
-    if name == "gpt2":
-        return GPT2Tokenizer()
-    raise InputError(f"tokenizer: wanted one of {', '.join(NAMES)}, found {name!r}")
+    if name not in TOKENIZERS:
+        raise InputError(f"tokenizer: wanted one of {', '.join(NAMES)}, found {name!r}")
+    return TOKENIZERS[name]()
 
 
 def split_text(chunks: Iterable[str]) -> Iterator[str]:

@@ -37,7 +37,7 @@ from data.shards import (
     never_finished,
     open_dataset,
 )
-from data.tokenizer import Tokenizer, get_tokenizer
+from data.tokenizer import TOKENIZERS, Tokenizer, get_tokenizer
 
 GPT2_EOT = 50256
 _LEFT_OVER = (".tmp", ".spool", ".part", ".incomplete")
@@ -57,6 +57,7 @@ class _Split:
     name: str
     shards: list[Shard | None]
     stream: TokenStream | None = None
+    complete: bool = True  # all of it could be read
     first_token: int | None = None
     highest: int = -1
     n_eot: int = 0
@@ -82,13 +83,14 @@ class _Split:
 def verify(folder: Path) -> tuple[list[str], list[str]]:
     """Read everything once. Returns the faults and the report, in lines.
 
-    Faults are what contradicts the format or meta.json: a header, a size, a checksum, an id outside the vocabulary, a number
-    of documents, a split that does not begin with EOT (every document is preceded by it), files not listed, missing or listed
-    twice, a mark of an unfinished run, duplicates that the way of splitting excludes. Only reported are what may well be
-    meant: lengths, empty documents, left-over temporaries, and all that concerns EOT in a folder without meta.json. A file
-    whose header or size is wrong is not read further.
+    Faults are what contradicts the format or meta.json: a header, a size, a checksum, an id outside the vocabulary, a vocabulary
+    that is not the tokenizer's, a number of documents, a split that does not begin with EOT (every document is preceded by it),
+    files not listed, missing or listed twice, a mark of an unfinished run, duplicates that the way of splitting excludes. Only
+    reported are what may well be meant: lengths, empty documents, left-over temporaries, and all that concerns EOT in a folder
+    without meta.json. A file whose header or size is wrong is not read further.
     """
     meta, entries, faults = _survey(folder)
+    faults += _check_vocabulary(folder, meta) if meta else []
     splits = {}
     for name in SPLITS:
         shards = []
@@ -107,6 +109,7 @@ def verify(folder: Path) -> tuple[list[str], list[str]]:
     eot = meta["eot"] if meta else _assumed_eot(list(splits.values()))
 
     found = _read_both(val, train, eot, 0, meta, faults)
+    faults += _check_counts(folder, meta, val, train) if meta else []
     report = [line for split in splits.values() for line in _report(split, meta, eot)]
     if found:
         for first in range(duplicates.HELD_DOCUMENTS, val.lengths["n"], duplicates.HELD_DOCUMENTS):
@@ -146,6 +149,25 @@ def _survey(folder: Path) -> tuple[dict[str, Any] | None, dict[str, list[Entry]]
     faults += [f"{path}: not listed in {META}" for path in sorted(present - set(listed))]
     faults += [f"{path}: listed {listed.count(path)} times in {META}" for path in sorted({*listed}) if listed.count(path) > 1]
     return meta, entries, faults
+
+
+def _check_vocabulary(folder: Path, meta: dict[str, Any]) -> list[str]:
+    """Of the tokenizers that are known here, size and EOT; of others only that EOT is in the vocabulary."""
+    if known := TOKENIZERS.get(meta["tokenizer"]):
+        return [f"{folder / META}: {key}: {meta[key]}, but tokenizer {known.name} has {getattr(known, key)}"
+                for key in ("vocab_size", "eot") if meta[key] != getattr(known, key)]
+    if meta["eot"] >= meta["vocab_size"]:
+        return [f"{folder / META}: eot: wanted an id below vocab_size {meta['vocab_size']}, found {meta['eot']}"]
+    return []
+
+
+def _check_counts(folder: Path, meta: dict[str, Any], val: _Split, train: _Split) -> list[str]:
+    """meta.json's number of documents in both splits, where it has one; nothing is known of it where a shard is unreadable."""
+    if "counts" not in meta or not (val.complete and train.complete):
+        return []
+    counts, n_eot = meta["counts"], val.n_eot + train.n_eot
+    said = counts.get("documents", n_eot) if isinstance(counts, dict) else counts
+    return [f"{folder / META}: counts.documents: {said!r:.80}, the shards have {n_eot}"] if said != n_eot else []
 
 
 def _assumed_eot(splits: list[_Split]) -> int | None:
@@ -194,6 +216,7 @@ def _read_split(
     with ThreadPoolExecutor(1) as pool:
         for shard in split.shards:
             if shard is None:
+                split.complete = False
                 if cutter:
                     cutter.gap(0)  # the stream is that of the other shards
                 continue
@@ -209,6 +232,7 @@ def _read_split(
                 trouble = f"ended at token {n_read} of {shard.n_tokens}" if n_read < shard.n_tokens else None
             except (OSError, InputError) as error:
                 trouble = f"could not be read on at token {n_read} ({getattr(error, 'strerror', None) or error})"
+            split.complete &= trouble is None
             if trouble and cutter:
                 cutter.gap(shard.n_tokens - n_read)
             if faults is not None:

@@ -96,6 +96,18 @@ SINGLE_FAULTS = {
     "not listed": (lambda f: _foreign_shard(f / "y_val_0.bin", TOKENS[:3]), [f"y_val_0.bin: not listed in {META}"]),
     "raw file": (lambda f: (f / "train.bin").write_bytes(b"ab"), [f"train.bin: not listed in {META}"]),
     "listed twice": (_list_twice, ["x_train_000003.bin: listed 2 times"]),
+    "vocabulary of another tokenizer": (
+        lambda f: _edit_meta(f, vocab_size=50257), [f"{META}: vocab_size: 50257, but tokenizer byte has 257"]
+    ),
+    "vocabulary of GPT-2": (
+        lambda f: _edit_meta(f, tokenizer="gpt2"),
+        [f"{META}: vocab_size: 257, but tokenizer gpt2 has 50257", f"{META}: eot: 256, but tokenizer gpt2 has 50256"],
+    ),
+    "EOT outside of an unknown vocabulary": (
+        lambda f: _edit_meta(f, tokenizer="mine", vocab_size=256), [f"{META}: eot: wanted an id below vocab_size 256, found 256"]
+    ),
+    "all documents": (lambda f: _edit_meta(f, counts={"documents": 7}), [f"{META}: counts.documents: 7, the shards have "]),
+    "counts that are none": (lambda f: _edit_meta(f, counts=["7"]), [f"{META}: counts.documents: ['7'], the shards have "]),
     "mark": (lambda f: (f / UNFINISHED).write_text("{}"), [f"{UNFINISHED}: a run writes here or was stopped"]),
     "no EOT first": (lambda f: _overwrite_val(f, TOKENS[1:9]), ["x_val_000000.bin: begins with id", "wanted EOT 256"]),
     "duplicates": (
@@ -325,6 +337,18 @@ def test_checksums_that_meta_does_not_give(folder: Path, capsys: Capture) -> Non
     del splits["val"][0]["sha256"], splits["train"][2]["sha256"]
     _edit_meta(folder, splits=splits)
     assert _report(folder, capsys)[-1].endswith("vocabulary 257, 2 shards without a checksum")
+
+
+def test_counts_and_vocabularies_that_are_right(folder: Path, capsys: Capture) -> None:
+    n = int((TOKENS == EOT).sum()) + 3
+    _edit_meta(folder, counts={"documents": n, "empty": 5, "skipped": 0})
+    assert _faults(folder, capsys) == []
+    _edit_meta(folder, counts={"documents": n + 1})
+    assert _faults(folder, capsys) == [f"{folder / META}: counts.documents: {n + 1}, the shards have {n}"]
+    (folder / "x_train_000001.bin").unlink()  # whose documents nobody can count
+    assert len(_faults(folder, capsys)) == 1
+    _edit_meta(folder, counts={"skipped": 1}, tokenizer="mine", vocab_size=300)
+    assert len(_faults(folder, capsys)) == 1
 
 
 # Inspect
