@@ -171,7 +171,8 @@ class GPTConfig:
             require(self.qk_clip == 0, "qk_clip", "0 with logit_softcap: behind a cap, a logit does not follow its scale")
 
     def with_attention(self, name: str) -> Self:
-        """The same with another preset. Switches that differ from what the present preset says were set on purpose and stay."""
+        """The same with another preset. Switches that differ from what the present preset says were set on purpose and stay; one
+        set to just that cannot be told from it, and becomes what the other says. Raises ValueError as the class does."""
         own = preset_switches(self)
         return replace(self, attention=name, **{key: None for key in own if getattr(self, key) == own[key]})
 

@@ -24,15 +24,16 @@ from model import GPT, CausalSelfAttention, row_chunks
 
 @torch.no_grad()
 def diagnose(model: GPT, idx: Tensor) -> list[dict[str, float]]:
-    """Per layer, means being over sequences, heads and positions:
+    """Per layer, means being over sequences, heads and positions; what a layer does not have is left out:
 
     largest_logit      as the softmax sees it, SSMax's factor and soft-cap included
     attention_entropy  nats, of a query's weights made to sum to 1 (their absolute values in differential attention)
-    first_token_mass   weight on the first position, a sink token if there is one, of all later queries
+    first_token_mass   weight on the first position, a sink token if there is one, of all later queries, where there are any
     cos_y_v            cosine of attention's output before XSA and the value of the same position (arXiv 2603.09078, Fig 1)
-    kurtosis           of the block's output over channels, mean over positions: 3 where they are normal, more with outliers
+    kurtosis           of the block's output over channels, more than one, mean over positions: 3 where they are normal, more
+                       with outliers
     largest_activation absolute, of the block's output
-    gate_mean, ssmax   mean gate and mean s, in layers that have them
+    gate_mean, ssmax   mean gate and mean s
     """
     training = model.training
     model.eval()
@@ -68,13 +69,18 @@ def _weights(attn: CausalSelfAttention, q: Tensor, k: Tensor) -> dict[str, Tenso
         first.append(p[..., 0])
         size = p.abs()
         entropy.append(torch.special.entr(size / size.sum(-1, keepdim=True)).sum(-1))
-    return {"attention_entropy": torch.cat(entropy, dim=2).mean(), "first_token_mass": torch.cat(first, dim=2)[..., 1:].mean()}
+    found = {"attention_entropy": torch.cat(entropy, dim=2).mean()}
+    if T > 1:
+        found["first_token_mass"] = torch.cat(first, dim=2)[..., 1:].mean()
+    return found
 
 
 def _activations(x: Tensor) -> dict[str, Tensor]:
-    centred = x.float() - x.float().mean(-1, keepdim=True)
-    kurtosis = centred.pow(4).mean(-1) / centred.square().mean(-1).square()
-    return {"kurtosis": kurtosis.mean(), "largest_activation": x.abs().max().float()}
+    found = {"largest_activation": x.abs().max().float()}
+    if x.shape[-1] > 1:
+        centred = x.float() - x.float().mean(-1, keepdim=True)
+        found["kurtosis"] = (centred.pow(4).mean(-1) / centred.square().mean(-1).square()).mean()
+    return found
 
 
 # --- the picture ------------------------------------------------------------------------------------------------------------

@@ -45,6 +45,18 @@ def test_uniform_attention():
     assert found["first_token_mass"] == pytest.approx((1 / t[1:]).mean().item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("attention", PRESETS)
+def test_what_a_sequence_of_one_token_lacks_is_left_out(attention):
+    shape = TINY | {"block_size": 1}
+    one, two = (diagnose(GPT(GPTConfig(**shape, attention=attention, n_sink=sinks), seed=0), tokens(1))[0] for sinks in (0, 1))
+    assert all(math.isfinite(value) for value in (*one.values(), *two.values()))
+    assert two.keys() - one.keys() == {"first_token_mass"} and not one.keys() - two.keys()
+    if attention == "sa":
+        assert one["attention_entropy"] == 0
+        narrow = {"n_embd": 1, "n_head": 1, "head_dim": 2}
+        assert "kurtosis" not in diagnose(GPT(GPTConfig(**TINY | narrow), seed=0), tokens())[0]
+
+
 def test_equal_tokens_have_the_value_s_direction():
     found = diagnose(GPT(GPTConfig(**TINY, attention="xsa"), seed=0), torch.full((2, 12), 5))
     assert found[0]["cos_y_v"] == pytest.approx(1.0, abs=1e-5)
