@@ -42,6 +42,8 @@ KEYS: dict[str, Any] = {
     "data": dict,  # fingerprint, tokenizer and vocabulary size of the data set
     "wandb_id": str | None,  # None without wandb
 }
+# Settings of the model that say how it is trained and not what it computes: like the learning rate, they may change on the way.
+RECIPE = {"qk_clip", "dropout"}
 _NAME = re.compile(r"ckpt_(\d{8})\.pt")
 _MARKER = "latest"
 _UNFINISHED = ".nanoxsa.tmp"  # a suffix of our own: out_dir may be a folder with other programs' temporaries
@@ -252,7 +254,8 @@ def choose(config: Config) -> Path | None:
 
 
 def check(path: Path, state: dict[str, Any], config: Config, fingerprint: str) -> None:
-    """Raises InputError unless the settings give the model and, but for eval_only, the batches that the checkpoint had."""
+    """Raises InputError unless the settings give the model and, but for eval_only, the batches that the checkpoint had. What is
+    recipe may be another one."""
     saved = state["config"]
     if unknown := sorted(str(key) for key in saved.keys() - as_dict(config).keys()):
         raise InputError(f"{path} is of another version of this code, with settings that this lacks: {', '.join(unknown)[:200]}")
@@ -262,7 +265,7 @@ def check(path: Path, state: dict[str, Any], config: Config, fingerprint: str) -
     except (ValueError, TypeError) as error:
         raise InputError(f"{path} has settings of no model: {error}") from None
     for key, value in wanted.items():
-        if had[key] != value:
+        if key not in RECIPE and had[key] != value:
             raise InputError(f"{path} has {key}={had[key]!r}, the settings say {key}={value!r}; a run continues with "
                              f"the model it had")
     if config.eval_only:

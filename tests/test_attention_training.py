@@ -89,6 +89,16 @@ def test_logits_of_a_skipped_step_clip_nothing(dataset, tmp_path, monkeypatch): 
     assert all(line["qk_clips"] == 0 for line in lines) and lines[3]["max_logit"] < 100
 
 
+def test_a_run_may_go_on_with_another_threshold(dataset, tmp_path, capsys):  # noqa: F811
+    off = ["--qk_norm=True", "--qk_clip=0", "--max_iters=4", "--lr_decay_iters=8"]
+    run(tmp_path / "r", dataset, *off)
+    run(tmp_path / "r", dataset, *off, *CLIP, "--max_iters=8", "--init_from=resume")
+    assert "note: qk_clip was 0.0 in the checkpoint and is 1.5 now" in capsys.readouterr().out
+    lines = steps(tmp_path / "r")
+    assert ["qk_clips" in line for line in lines] == [False] * 4 + [True] * 4
+    assert lines[4]["max_logit"] > 1.5 and lines[4]["qk_clips"] > 0
+
+
 # --- diagnostics -------------------------------------------------------------------------------------------------------------
 
 

@@ -445,6 +445,15 @@ def test_check_refuses_another_model_and_other_batches(tmp_path, argument, messa
         checkpoint.check(tmp_path / "c", state, load([argument]), "f" * 64)
 
 
+@pytest.mark.parametrize("had", [["--qk_clip=100", "--dropout=0.1"], []])
+def test_the_recipe_may_change_also_where_the_model_s_settings_hold_it(tmp_path, had):
+    state = state_at(1) | {"config": as_dict(load(had))}
+    for argument in ("--qk_clip=0", "--qk_clip=30", "--dropout=0", "--dropout=0.2"):
+        checkpoint.check(tmp_path / "c", state, load([argument]), "f" * 64)
+    with pytest.raises(InputError, match="qk_norm=False, the settings say qk_norm=True"):
+        checkpoint.check(tmp_path / "c", state, load([*had, "--qk_norm=1"]), "f" * 64)
+
+
 def test_a_switch_that_came_later_has_what_the_model_had(tmp_path):
     """As for a variant that somebody adds: plain, or what the preset says."""
     state = state_at(1)
