@@ -29,8 +29,6 @@ from torch.utils.checkpoint import checkpoint
 from presets import GPTConfig, letter
 
 IGNORE = -1  # a target that takes no part in the loss, as in NanoGPT
-
-
 Mask = Tensor | BlockMask | None  # for F.scaled_dot_product_attention, for FlexAttention, or plainly causal
 
 
@@ -333,8 +331,8 @@ class CausalSelfAttention(nn.Module):
         B, T, _ = x.shape
         H, K, d = self.n_head, self.n_kv_head, self.head_dim
         qk, v = self.c_attn(x).view(B, T, H + 2 * K, d).split((H + K, K), dim=2)
-        v = v.contiguous()  # a copy: as a view it would keep the unrotated q and k until backward
-        v = v.view(B, T, -1, self.maps * d).transpose(1, 2)
+        # A copy: as a view v would keep the unrotated q and k until backward.
+        v = v.contiguous().view(B, T, -1, self.maps * d).transpose(1, 2)
         if self.mixes_values:
             a, b = self.value_mix.split(1)
             v = (a * v1 + b * v).to(v.dtype)
@@ -454,10 +452,10 @@ class CausalSelfAttention(nn.Module):
             with torch.autocast(q.device.type, enabled=False):
                 return (p @ v.to(p.dtype).repeat_interleave(p.shape[1] // v.shape[1], dim=1)).to(v.dtype)
 
-        parts = []
+        parts, first = [], S - T  # the first query's position
         for chunk in row_chunks(q, S):
-            stop = chunk.stop + S - T
-            part = q[:, :, chunk], k[:, :, :stop], v[:, :, :stop], chunk.start + S - T
+            stop = first + chunk.stop
+            part = q[:, :, chunk], k[:, :, :stop], v[:, :, :stop], first + chunk.start
             parts.append(checkpoint(rows, *part, use_reentrant=False) if torch.is_grad_enabled() else rows(*part))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
@@ -615,16 +613,14 @@ class GPT(nn.Module):
     def init_weights(self, seed: int) -> None:
         """N(0, 0.02) for matrices, embedding and sinks, divided by sqrt(2 n_layer) for those that write into the residual
         stream; gains 1, biases 0 (GPT-2, NanoGPT); what else attention learns, as its modules say."""
-        starts = {f"{prefix}.attn.{name}": start for prefix, block in self.h.named_children()
-                  for name, start in block.attn.starts.items()}
+        starts = {f"h.{i}.attn.{name}": start for i, block in enumerate(self.h) for name, start in block.attn.starts.items()}
         for name, p in self.named_parameters():
-            if name.endswith("bias"):
-                mean, std = 0.0, 0.0
+            if name in starts:
+                mean, std = starts[name]
             elif p.ndim == 1:
-                mean, std = 1.0, 0.0
+                mean, std = 0.0 if name.endswith("bias") else 1.0, 0.0
             else:
                 mean, std = 0.0, 0.02 / math.sqrt(2 * self.config.n_layer) if name.endswith("c_proj.weight") else 0.02
-            mean, std = starts.get(name.removeprefix("h."), (mean, std))
             digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
             generator = torch.Generator(p.device).manual_seed(int.from_bytes(digest, "little"))
             p.normal_(mean, std, generator=generator) if std else p.fill_(mean)
@@ -692,8 +688,7 @@ class GPT(nn.Module):
         """What computes attention in training on `device`, and in how many layers, for people to read."""
         names = {"sdpa": "fused (SDPA)", "masked": "fused with a mask (SDPA)", "flex": "FlexAttention, compiled",
                  "explicit": "explicit, some rows at a time"}
-        length = self.config.n_sink + self.config.block_size
-        counts = Counter(names[block.attn.path(length, device)] for block in self.h)
+        counts = Counter(names[block.attn.path(block.attn.longest, device)] for block in self.h)
         return ", ".join(name if len(counts) == 1 else f"{name} in {n} layers" for name, n in counts.items())
 
     def compile_parts(self) -> None:
@@ -713,8 +708,7 @@ class GPT(nn.Module):
         alone. Whatever is no matrix product is not counted, nor is what an implementation does twice."""
         config = self.config
         weights = self.num_params() + self.wte.weight.numel()
-        length = config.n_sink + config.block_size
-        keys = sum(min(block.attn.window or length, length) for block in self.h)
+        keys = sum(block.attn.most_seen for block in self.h)
         return 6 * weights + (18 if config.differential else 12) * config.n_head * config.head_dim * keys
 
     def kv_cache_bytes_per_token(self, bytes_per_number: int = 2) -> int:
