@@ -1,26 +1,18 @@
-"""scripts/reproduce.py: what it plans, starts and restarts, and what it makes of runs that are there, missing or wrong."""
+"""scripts/reproduce.py: what it plans, starts and restarts (tests/test_collect.py: what it makes of the runs)."""
 
-import json
-import math
 import os
-import re
-import shlex
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from configurator import as_dict, load
 from presets import PRESETS, preset_switches
-from scripts import collect, experiments, launch, reproduce
-from scripts.compare import final_train_loss
-from scripts.runs import read_run, state_of
-from tests.test_compare import BROKEN, break_run, rows, write_run
+from scripts import experiments, launch, reproduce
+from tests.test_compare import rows, write_run
 from tests.test_train import ROOT, dataset, parsed  # noqa: F401 - a fixture
 
 MICRO = ["--vocab_size=257", "--n_layer=1", "--n_head=2", "--n_embd=32", "--block_size=32", "--global_batch_size=4",
@@ -43,6 +35,12 @@ def run(capsys, *argv) -> tuple[int, str, str]:
     status = reproduce.main([str(a) for a in argv])
     captured = capsys.readouterr()
     return status, captured.out, captured.err
+
+
+def write(cell: experiments.Cell, out: Path, gap: float, **settings) -> Path:
+    config = as_dict(cell.run.config) | settings
+    steps = config.pop("max_iters")
+    return write_run(out / cell.run.name, gap, steps=steps, **config)
 
 
 @pytest.fixture
@@ -270,86 +268,6 @@ def test_slurm_submits_what_is_neither_finished_nor_in_the_queue(tmp_path, capsy
     assert status == 1 and err.count("invalid partition") == 6
 
 
-# --- collecting -------------------------------------------------------------------------------------------------------------
-
-
-def write(cell: experiments.Cell, out: Path, gap: float, **settings) -> Path:
-    config = as_dict(cell.run.config) | settings
-    steps = config.pop("max_iters")
-    return write_run(out / cell.run.name, gap, steps=steps, **config)
-
-
-def test_collect_names_what_is_missing_unfinished_or_wrong(tmp_path, capsys, file):
-    out = tmp_path / "out"
-    cells = {(c.labels["n_sink"], c.labels["attention"], c.run.config.seed): c
-             for c in experiments.read(str(file), "paper").cells([])}
-    bases, gaps = {1: 0.0, 2: 0.4}, {1: 0.02, 2: 0.05}
-    for seed in (1, 2):
-        write(cells["0", "sa", seed], out, bases[seed])
-        write(cells["0", "xsa", seed], out, bases[seed] + gaps[seed])
-    write(cells["2", "sa", 1], out, 0.1)
-    write(cells["2", "sa", 2], out, 0.1, learning_rate=1.0)
-    lines = (write(cells["2", "xsa", 1], out, 0.1) / "metrics.jsonl").read_text().splitlines(keepends=True)
-    half = [line for line in lines if json.loads(line)["step"] <= 100]
-    (out / cells["2", "xsa", 1].run.name / "metrics.jsonl").write_text("".join(half))
-    status, said, err = run(capsys, file, "--collect", f"--out={out}")
-    text = (out / "micro.md").read_text()
-    assert text in said
-    name = cells["2", "sa", 2].run.name
-    assert status == 1 and err == f"error: {name}: {out / name / 'config.json'} has learning_rate=1.0, wanted 0.004\n"
-    assert f"**Wrong:** `{name}`, {out / name / 'config.json'} has learning_rate=1.0, wanted 0.004" in text
-    assert f"**Unfinished:** `{cells['2', 'xsa', 1].run.name}`, step 100 of 200" in text
-    assert f"**Missing:** `{cells['2', 'xsa', 2].run.name}`, not started" in text
-    assert text.count("**Wrong") + text.count("**Unfinished") + text.count("**Missing") == 3
-    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
-    assert table[0] == ["n_sink", "attention", "seeds", "train loss", "train difference", "val loss", "val difference"]
-    expected = f"{np.mean(list(gaps.values())):+.4f} ± {np.std(list(gaps.values()), ddof=1) / math.sqrt(2):.4f} (2 seeds)"
-    assert table[3][:3] == ["0", "xsa", "1, 2"] and table[3][4] == table[3][6] == expected
-    runs = [read_run(out / cells["0", "sa", seed].run.name) for seed in (1, 2)]
-    assert float(table[2][3]) == pytest.approx(np.mean([final_train_loss(r, max(r.train)) for r in runs]), abs=1e-4)
-    assert float(table[2][5]) == pytest.approx(np.mean([r.val[max(r.val)] for r in runs]), abs=1e-4)
-    assert table[4][:3] == ["2", "sa", "1"] and table[5][2:] == ["missing", "n/a", "n/a", "n/a", "n/a"]
-    assert (out / "micro.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize("figure, fault", [
-    *(("final", fault) for fault in [*BROKEN, "a file for the run"]), ("curves", "all NaN"), ("curves", "a broken line"),
-    ("curves", "no train"), ("curves", "all but one NaN"), ("final", "all but one NaN"),
-])
-def test_a_broken_run_is_named_and_the_others_collected(figure, fault, tmp_path, capsys):
-    path, out = tmp_path / "pair.py", tmp_path / "out"
-    path.write_text(f'title = "pair"\nfigure = "{figure}"\nbase = ["config/tiny.py"]\nseeds = [1, 2]\n'
-                    'grid = {"attention": ["sa", "xsa"]}\n')
-    folders = [write(cell, out, 0.1 * i) for i, cell in enumerate(experiments.read(str(path), "paper").cells([]))]
-    bad = folders[3]
-    if fault == "a file for the run":
-        shutil.rmtree(bad)
-        bad.write_text("")
-    elif fault == "all but one NaN":  # of the other seed's losses none is at the same tokens
-        break_run(bad, "all NaN")
-        lines = (bad / "metrics.jsonl").read_text().replace('"step": 1, "tokens": 4096, "split": "train", "loss": NaN',
-                                                            '"step": 1, "tokens": 4096, "split": "train", "loss": 2.0')
-        (bad / "metrics.jsonl").write_text(lines)
-        lines = (folders[2] / "metrics.jsonl").read_text().splitlines(keepends=True)
-        (folders[2] / "metrics.jsonl").write_text("".join(line for line in lines if '"step": 1,' not in line))
-    else:
-        break_run(bad, fault)
-    status, said, err = run(capsys, path, "--collect", f"--out={out}")
-    text = (out / "pair.md").read_text()
-    assert text in said and (out / "pair.png").exists()
-    named = [line for line in text.splitlines() if f"`{bad.name}`" in line]
-    if fault == "all but one NaN":
-        assert status == 0 and not named and rows(text)["xsa"][1] == "1, 2"
-        return
-    assert len(named) == 1 and rows(text)["sa"][1] == "1, 2" and rows(text)["xsa"][1] == "1"
-    assert rows(text)["xsa"][3] == "+0.2000, s.e. n/a (one seed)"
-    if fault in ("no config", "no val", "no train", "an empty metrics file"):  # as a run that has only begun has it
-        assert status == 0 and named[0].startswith("**Missing:**" if fault == "no config" else "**Unfinished:**")
-    else:
-        assert status == 1 and named[0].startswith("**Wrong:**")
-        assert err.count("\n") == 1 and err.startswith(f"error: {bad.name}: ")
-
-
 def test_a_wrong_run_is_not_touched_and_fails_the_launch(tmp_path, capsys, file, dataset):  # noqa: F811
     out = tmp_path / "out"
     cells = experiments.read(str(file), "paper").cells([f"--dataset={dataset}"])
@@ -360,184 +278,6 @@ def test_a_wrong_run_is_not_touched_and_fails_the_launch(tmp_path, capsys, file,
     assert status == 1 and "7 finished, 0 to be made, 1 wrong" in said
     assert f"error: {cells[3].run.name}: " in err and "n_embd=4, wanted 64" in err
     assert before == {path: path.stat().st_mtime_ns for path in before}
-
-
-@pytest.mark.parametrize("fault, kind, words", [
-    ("nan", "wrong", "validation loss at step 200 is not a number"), ("skipped", "finished", "1 steps skipped"),
-    ("json", "wrong", "not JSON"), ("line", "wrong", "line 1"), ("older checkpoint", "unfinished", "step 200 of 200"),
-    ("seed", "wrong", "seed=9"), ("micro_batch_size", "finished", ""), ("no checkpoint", "finished", ""),
-    ("no such setting then", "finished", ""), ("explicit", "wrong", "has no n_sink"),
-])
-def test_state_of_a_run(fault, kind, words, tmp_path, file):
-    cell = experiments.read(str(file), "paper").cells([])[-1]
-    changed = {"seed": {"seed": 9}, "micro_batch_size": {"micro_batch_size": 2}}.get(fault, {})
-    folder = write(cell, tmp_path, 0.0, **changed)
-    metrics, config = folder / "metrics.jsonl", folder / "config.json"
-    if fault in ("nan", "skipped"):
-        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-        split, step = {"nan": ("val", 200), "skipped": ("train", 50)}[fault]
-        next(line for line in lines if (line["split"], line["step"]) == (split, step))["loss"] = None
-        metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    elif fault == "json":
-        config.write_text("{")
-    elif fault == "line":
-        metrics.write_text("oops\n")
-    elif fault == "older checkpoint":
-        (folder / "ckpt_00000100.pt").touch()
-    elif fault in ("no such setting then", "explicit"):
-        info = json.loads(config.read_text())
-        del info["config"]["rope_base" if fault != "explicit" else "n_sink"]
-        config.write_text(json.dumps(info))
-    state = state_of(folder, as_dict(cell.run.config), cell.run.explicit)
-    assert state.kind == kind and words in state.text, state
-
-
-def test_variants_without_an_axis_to_draw_against(tmp_path, capsys):
-    path, out = tmp_path / "ablate.py", tmp_path / "out"
-    path.write_text('title = "Parts"\nfigure = "final"\nbase = ["config/tiny.py"]\ngrid = {"variant": [{"name": "whole", '
-                    '"attention": "xsa"}, {"name": "without sinks", "n_sink": 0}, {"name": "deep", "n_layer": 3}]}\n')
-    for i, cell in enumerate(experiments.read(str(path), "paper").cells([])):
-        write(cell, out, 0.1 * i)
-    status, _, err = run(capsys, path, "--collect", f"--out={out}")
-    assert status == 0, err
-    text = (out / "ablate.md").read_text()
-    table = rows(text)
-    assert list(table) == ["variant", "whole", "without sinks", "deep"] and table["whole"][3] == "baseline"
-    assert table["deep"][5] == "+0.2000, s.e. n/a (one seed)"
-    assert "**Warning:** no standard error over validation windows: " in text and "holds no checkpoint" in text
-    assert (out / "ablate.png").exists()
-
-
-def test_curves_show_what_unfinished_runs_have(tmp_path, capsys):
-    out, cells = tmp_path / "out", planned("fig3", "tiny")
-    for i, cell in enumerate(cells[:9]):
-        write(cell, out, 0.01 * i)
-    metrics = out / cells[0].run.name / "metrics.jsonl"
-    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:60]))
-    status, said, err = run(capsys, "fig3", "--scale=tiny", "--collect", f"--out={out}")
-    assert status == 0 and "**Unfinished:** `" + cells[0].run.name in said, err
-    assert (out / "fig3.png").exists() and said.count("**Missing:**") == 3
-
-
-@pytest.mark.parametrize("code, status", [(0, 0), (2, 0), (1, 1)])
-def test_figures_made_by_commands(code, status, tmp_path, capsys, monkeypatch):
-    """The command gets the finished runs, is not repeated while they stay as they are, and what it lacks is named."""
-    out, calls = tmp_path / "out", []
-    for cell in planned("fig1", "tiny"):
-        write(cell, out, 0.0)
-
-    def execute(argv, log, out, stop, output):
-        calls.append(argv)
-        log.parent.mkdir(exist_ok=True)
-        log.write_text("# command\na warning\nor a reason\n")
-        output.write_text("three panels\n")
-        for name in ("bias.json", "bias.png"):
-            (out / "fig1" / name).write_text(name)
-        return code
-
-    monkeypatch.setattr(collect, "execute", execute)
-    found, said, err = run(capsys, "fig1", "--scale=tiny", "--collect", f"--out={out}")
-    assert found == status
-    assert calls == [[sys.executable, "-m", "eval.bias", str(out / "tiny-sa"), str(out / "tiny-xsa"), f"--out={out / 'fig1'}",
-                      "--sequences=256"]]
-    text = (out / "fig1.md").read_text()
-    if code:
-        assert "**Missing:** or a reason" in text and ("exit status 1: or a reason" in err) == (code == 1)
-        return
-    assert "three panels" in text and "a warning" not in text and (out / "fig1.png").read_text() == "bias.png"
-    run(capsys, "fig1", "--scale=tiny", "--collect", f"--out={out}")
-    assert len(calls) == 1 and text == (out / "fig1.md").read_text()
-    (out / "tiny-sa" / "ckpt_00000200.pt").touch()
-    run(capsys, "fig1", "--scale=tiny", "--collect", f"--out={out}")
-    assert len(calls) == 2
-
-
-@pytest.mark.parametrize("name", ["fig1", "table2"])
-def test_results_are_made_anew_from_other_data_and_outlive_the_data(name, tmp_path, capsys, monkeypatch):
-    out, calls, data = tmp_path / "out", [], tmp_path / "data"
-    extra = [f"--dataset={data}"] if name == "fig1" else [f"--task_data={data}"]
-    for cell in planned(name, "tiny", extra if name == "fig1" else []):
-        write(cell, out, 0.0)
-
-    def execute(argv, log, out, stop, output):
-        calls.append(argv)
-        output.write_text("a table\n")
-        made = [out / name / "bias.json", out / name / "bias.png"] if name == "fig1" else [Path(argv[-2].removeprefix("--json="))]
-        for path in made:
-            path.write_text("{}")
-        return 0
-
-    def fill(tokens: np.ndarray) -> None:
-        data.mkdir(exist_ok=True)
-        for split in ("train", "val"):
-            tokens.astype("<u2").tofile(data / f"{split}.bin")
-
-    def made() -> int:
-        calls.clear()
-        status, _, err = run(capsys, name, "--scale=tiny", "--collect", f"--out={out}", *extra)
-        assert status == 0, err
-        return len(calls)
-
-    monkeypatch.setattr(collect, "execute", execute)
-    monkeypatch.setattr("eval.tasks.read_results", lambda path: path)
-    monkeypatch.setattr("eval.tasks.report", lambda path: f"made of {path.name}")
-    fill(np.arange(5000))
-    whole = {"fig1": 1, "table2": 3}[name]
-    assert [made(), made()] == [whole, 0]
-    fill(np.arange(5000) % 7)  # of the same names and sizes
-    assert [made(), made()] == [whole, 0]
-    shutil.rmtree(data)
-    assert made() == 0
-    fill(np.arange(5000))
-    assert made() == whole
-
-
-AWKWARD = '''
-title = "$odd & [title]"
-figure = "tasks"
-base = ["config/tiny.py"]
-grid = {"size": [{"name": "a/b|../c $\\\\x$", "n_layer": 1}, {"name": "a", "n_layer": 2}], "attention": ["sa", "xsa"]}
-'''
-
-
-@pytest.mark.parametrize("figure", ["tasks", "final", "curves"])
-def test_labels_are_free_text(figure, tmp_path, capsys, monkeypatch):
-    """They make no paths, break no table and are no formulas; the command stands in the text as it was typed."""
-    path, out, calls = tmp_path / "odd 'one.py", tmp_path / "out of it", []
-    path.write_text(AWKWARD.replace("tasks", figure))
-    cells = experiments.read(str(path), "paper").cells(["--grad_clip=2.0"], [3])
-    for cell in cells:
-        write(cell, out, 0.0)
-
-    def execute(argv, log, out, stop, output):
-        calls.append(Path(argv[-1].removeprefix("--json=")))
-        output.write_text("")
-        calls[-1].write_text("{}")
-        return 0
-
-    monkeypatch.setattr(collect, "execute", execute)
-    monkeypatch.setattr("eval.tasks.read_results", lambda path: path)
-    monkeypatch.setattr("eval.tasks.report", lambda path: f"made of {path.name}")
-    argv = [str(path), "--collect", f"--out={out}", "--seeds=3", "--grad_clip=2.0", "--n_gpus=1"]
-    status, _, err = run(capsys, *argv)
-    assert status == 0, err
-    text = (out / "odd 'one.md").read_text()
-    command = text.split("```sh\n", 1)[1].split("\n```", 1)[0]
-    assert shlex.split(command) == ["python", "-m", "scripts.reproduce", *argv]
-    if figure == "tasks":
-        assert calls == [out / "odd 'one" / f"{cells[i].run.name}.json" for i in (0, 2)]
-        assert all(f"made of {call.name}" in text for call in calls)
-    else:
-        assert "](odd%20%27one.png)" in text and (out / "odd 'one.png").exists()
-        table = [re.split(r"(?<!\\)\|", line)[1:-1] for line in text.splitlines() if line.startswith("|")]
-        assert {len(row) for row in table} == {7} and "a/b\\|../c" in table[2][0]
-
-
-def test_the_overview_says_which_command_made_it(tmp_path, capsys):
-    argv = ["fig4", "fig6", "--scale=tiny", "--collect", "--seeds=1,2", f"--out={tmp_path / 'an out'}"]
-    assert run(capsys, *argv)[0] == 0
-    command = (tmp_path / "an out" / "results.md").read_text().split("```sh\n", 1)[1].split("\n```", 1)[0]
-    assert shlex.split(command) == ["python", "-m", "scripts.reproduce", *argv]
 
 
 # --- one run for one set of settings ----------------------------------------------------------------------------------------
