@@ -21,6 +21,7 @@ import torch
 
 from command_line import InputError
 from configurator import Config, as_dict
+from distributed import whole
 from presets import GPTConfig
 
 # The state of a run, whole: what save() wants is what load() insists on.
@@ -93,7 +94,8 @@ class Writer:
         self._error: BaseException | None = None
 
     def start(self, state: dict[str, Any], write: Callable[[dict[str, Any]], object]) -> None:
-        """Copies `state` and lets a thread call `write` with the copy. Waits for the state before, and raises its error."""
+        """Copies `state` and lets a thread call `write` with the copy. Waits for the state before, and raises its error.
+        Where the state is sharded, the other ranks call distributed.gather_along meanwhile."""
         self.wait()
         self._copy = _host_copy(state, self._copy)
         if torch.cuda.is_initialized():
@@ -130,8 +132,8 @@ class Writer:
 
 
 def _host_copy(value: Any, old: Any) -> Any:
-    """`value` with its tensors copied, into those of `old` at the same place where they fit. Copies from a GPU may still be
-    under way."""
+    """`value` with its tensors copied, whole, into those of `old` at the same place where they fit. Copies from a GPU may still
+    be under way."""
     if isinstance(value, dict):
         return {key: _host_copy(item, old.get(key) if isinstance(old, dict) else None) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -139,9 +141,10 @@ def _host_copy(value: Any, old: Any) -> Any:
         return type(value)(_host_copy(item, place) for item, place in zip(value, places, strict=True))
     if not isinstance(value, torch.Tensor):
         return value
+    value = whole(value.detach())  # one at a time: no more than one is whole on the device
     if not (isinstance(old, torch.Tensor) and old.shape == value.shape and old.dtype == value.dtype):
         old = _host_memory(value, value.is_cuda)
-    return old.copy_(value.detach(), non_blocking=True)
+    return old.copy_(value, non_blocking=True)
 
 
 def _host_memory(like: torch.Tensor, pinned: bool) -> torch.Tensor:

@@ -85,6 +85,8 @@ class Config(GPTConfig):
     activation_checkpointing: Annotated[bool, "keep only each block's input and recompute the rest in backward: less memory, "
                                         "a third more FLOPs"] = False
     deterministic: Annotated[bool, "the same bits in every run on the same machine and ranks; slower on a GPU"] = False
+    parallel: Annotated[Literal["ddp", "fsdp"], "ddp: every rank holds weights, gradients and optimizer state; fsdp: each a "
+                        "share of them (FSDP2): less memory, more traffic, the same training"] = "ddp"
     backend: Annotated[Literal["auto", "nccl", "gloo"], "of torch.distributed; auto: nccl on CUDA, else gloo"] = "auto"
     dist_timeout: Annotated[int, "seconds after which a rank that waits for another gives up"] = 600
 

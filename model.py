@@ -520,10 +520,11 @@ class CausalSelfAttention(nn.Module):
         scale = torch.cat((root.repeat_interleave(H // K), root)).repeat_interleave(d)
         if self.qk_norm:
             self.qk_gain.mul_(scale)
-        else:
-            self.c_attn.weight[: len(scale)].mul_(scale[:, None])
+        else:  # the rows of v too, by 1: part of a sharded weight could not be changed
+            scale = F.pad(scale, (0, K * d), value=1.0)
+            self.c_attn.weight.mul_(scale[:, None])
             if self.c_attn.bias is not None:
-                self.c_attn.bias[: len(scale)].mul_(scale)
+                self.c_attn.bias.mul_(scale)
         return clipped
 
 

@@ -13,7 +13,8 @@ import os
 import re
 import sys
 import traceback
-from contextlib import ExitStack, closing, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from safety import SpikeGuard, set_deterministic
 from tracker import Clock, Profile, Silent, Tracker, device_name, environment, peak_flops, peak_memory_gb
 
 DIAGNOSED_WINDOWS = 4  # of validation, small beside a step
+COMPILE_TIMEOUT = 3600  # seconds that ranks wait for each other up to the end of the first step, where it compiles
 
 
 class RunError(Exception):
@@ -96,6 +98,7 @@ class Run:
         self.wandb_id: str | None = None
         self.locked = False  # whether out_dir is this run's, on rank 0
         self.tasks: dict[str, Any] = {}  # eval_tasks, the harness's
+        self.shell: GPT | None = None  # what has the weights whole for evaluation, where the model's are sharded
         self.tracker = Silent()
         self.writer = checkpoint.Writer()
 
@@ -115,13 +118,13 @@ class Run:
         self._load_tasks()
         if not self.ranks.stop_requested():
             self._build(state)
+        state = None  # as large as the run's own
         if self.ranks.stop_requested():
             self._print("stopped on request before training began; nothing was changed")
             return 0
         if config.eval_only:
-            loss = self.evaluate()
+            loss, scores = self.evaluate()
             tokens = self.eval_windows * config.block_size
-            scores = None if loss is None else self.evaluate_tasks()
             self._print("stopped before the evaluation was done" if scores is None else
                         f"step {self.step}: validation loss {loss:.4f} nats over {tokens:,} tokens" + describe_scores(scores))
             return 0
@@ -147,7 +150,7 @@ class Run:
 
     def _loop(self) -> None:
         config, tracker = self.config, self.tracker
-        clock, before = Clock(), self.data_hash
+        clock, before, first = Clock(), self.data_hash, self.step
         profile = Profile(config.profile if self.ranks.is_master else 0, config.out_dir, self.device)
         self.at_exit.callback(lambda: profile.close(self.step))
         with closing(self.loader.batches(self.step)) as batches:
@@ -166,6 +169,8 @@ class Run:
                     break
                 profile.before(self.step)
                 metrics = self.train_step(batches)
+                if self.compiled and self.step == first + 1:
+                    self.ranks.set_timeout(config.dist_timeout)
                 self.data_hash = before + batches.digest
                 self.writer.check()
                 clock.steps += 1
@@ -289,22 +294,28 @@ class Run:
                                f"python -m scripts.plan, with the same settings") from None
             raise
         self.model.activation_checkpointing = config.activation_checkpointing
+        if state is not None:
+            with refusing(state):
+                self.model.load_state_dict(state["model"])
+        if config.parallel == "fsdp" and self.ranks.world_size == 1:
+            self._print("note: parallel=fsdp changes nothing on one rank, which holds the whole state")
+        if self.ranks.sharded:
+            with torch.device("meta"):
+                self.shell = GPT(config.model_config())
+        self.compiled = config.compile or (config.compile is None and device.type == "cuda")
+        if self.compiled:
+            self.model.compile_parts()
+            if self.shell is not None:
+                self.shell.compile_parts()
+            self.ranks.set_timeout(max(config.dist_timeout, COMPILE_TIMEOUT))
+        self.parallel = self.ranks.wrap(self.model, self.model.h)
+        self.parameters = list(self.model.parameters())
         self.optimizer = configure_optimizer(self.model, config)
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
         self.qk_clips = torch.zeros(config.n_layer, dtype=torch.int64, device=device)  # stays there until someone asks
         if state is not None:
-            try:
+            with refusing(state):
                 self._restore(state)
-            except Exception as error:  # whatever the file's content provokes in torch
-                if is_out_of_memory(error):
-                    raise
-                reason = " ".join(str(error).split())
-                raise InputError(f"the checkpoint of step {state['step']} does not fit this model: {reason}") from None
-        self.compiled = config.compile or (config.compile is None and device.type == "cuda")
-        if self.compiled:
-            self.model.compile_parts()
-        self.parallel = self.ranks.wrap(self.model)
-        self.parameters = list(self.model.parameters())
 
     def _open_out_dir(self) -> None:
         config, fault = self.config, None
@@ -345,20 +356,20 @@ class Run:
             self.scaler.scale(loss / self.accumulation).backward()
             losses.append(loss.detach())
         self.scaler.unscale_(self.optimizer)
-        gradients = [p.grad for p in self.parameters]
+        gradients = [distributed.local(p.grad) for p in self.parameters]
         grad_norm = torch.nn.utils.get_total_norm(gradients)
 
         # The step's one look at the device, and at the other ranks.
-        *mine, grad_norm = torch.stack([*losses, grad_norm]).tolist()
-        gathered = self.ranks.gather([math.fsum(mine) / len(mine), grad_norm, self.ranks.asked_to_stop])
+        *mine, norm = torch.stack([*losses, grad_norm]).tolist()
+        gathered = self.ranks.gather([math.fsum(mine) / len(mine), norm, self.ranks.asked_to_stop])
+        grad_norm = self.ranks.total_norm([values[1] for values in gathered])
         loss = math.fsum(values[0] for values in gathered) / len(gathered)
         good = all(math.isfinite(value) for values in gathered for value in values)
         self.stopping = any(values[2] for values in gathered)
         self.step += 1
         if not good:
             self._count_bad_step(mine, gathered)
-        # Rank 0's norm: that the others' has the same bits is the backend's to promise.
-        elif spike := self.guard.judge(loss, gathered[0][1], warming_up=self.step <= config.warmup_iters):
+        elif spike := self.guard.judge(loss, grad_norm, warming_up=self.step <= config.warmup_iters):
             self.tracker.say(f"warning: step {self.step}: {spike}")
             good = False
         if good:
@@ -369,7 +380,7 @@ class Run:
             self.scaler.step(self.optimizer)
             self.bad_steps_in_row = 0
         self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=self.parallel is self.model)  # DDP's gradients stay views of its buckets
         metrics = {"loss": loss if good else None, "lr": lr, "grad_norm": grad_norm if good else None}
         if config.qk_clip:
             metrics["max_logit"] = self._clip_logits(good)
@@ -381,7 +392,8 @@ class Run:
         if not good:
             return None
         largest = self.ranks.maximum(largest)
-        self.qk_clips += self.model.qk_clip_(largest).sum(1)
+        with self.ranks.replicated():
+            self.qk_clips += self.model.qk_clip_(largest).sum(1)
         return largest.max()
 
     def _count_bad_step(self, losses: list[float], gathered: list[list[float]]) -> None:
@@ -408,33 +420,39 @@ class Run:
 
     # --- evaluation --------------------------------------------------------------------------------------------------------
 
+    def evaluate(self) -> tuple[float | None, dict[str, dict[str, Any]] | None]:
+        """Validation loss and scores of eval_tasks, the same on all ranks; None for what a stop request came before."""
+        with self.ranks.whole(self.model, self.shell) as model:
+            loss = self._validation_loss(model)
+            return loss, None if loss is None else self._task_scores(model)
+
     @torch.no_grad()
-    def evaluate(self) -> float | None:
-        """Mean loss in nats over the fixed validation windows, the same on all ranks; None if a stop request came first."""
-        self.model.eval()
+    def _validation_loss(self, model: GPT) -> float | None:
+        """Mean in nats over the fixed validation windows."""
+        model.eval()
         total, count = 0.0, 0
         for x, y in self._validation_batches(self.data):
             targets = int((y >= 0).sum())
             if targets:
                 with self.autocast():
-                    _, loss = self.model(x, y)
+                    _, loss = model(x, y)
                 total += loss.item() * targets
                 count += targets
             self.stopping = self.ranks.stop_requested()
             if self.stopping:
                 return None
-        self.model.train()
+        model.train()
         totals, counts = zip(*self.ranks.gather([total, count]), strict=True)
         return math.fsum(totals) / sum(counts)
 
-    def evaluate_tasks(self) -> dict[str, dict[str, Any]] | None:
-        """eval_tasks' results by task, the same on all ranks; None if a stop request came first."""
+    def _task_scores(self, model: GPT) -> dict[str, dict[str, Any]] | None:
+        """Results of eval_tasks by task."""
         if not self.tasks:
             return {}
         from eval.harness import HarnessModel, Stopped, score
 
         batch_tokens = self.config.micro_batch_size * self.config.block_size  # for which training has the memory
-        lm = HarnessModel(self.model, self.tokenizer, self.ranks, self.autocast, batch_tokens, self.ranks.stop_requested)
+        lm = HarnessModel(model, self.tokenizer, self.ranks, self.autocast, batch_tokens, self.ranks.stop_requested)
         # Every batch has a shape of its own, and each would be compiled anew.
         with torch.compiler.set_stance("force_eager") if self.compiled else nullcontext():
             try:
@@ -444,22 +462,24 @@ class Run:
                 return None
 
     def _evaluate_and_report(self) -> None:
-        loss = self.evaluate()
-        scores = None if loss is None else self.evaluate_tasks()
+        loss, scores = self.evaluate()
         if loss is not None and scores is not None:
             self._report_evaluation(loss, scores)
 
     def _diagnose(self) -> None:
-        """Logs eval.diagnostics of the first validation windows. On rank 0: it waits for no one, and the others soon for it."""
-        if not self.ranks.is_master:
-            return
+        """Logs eval.diagnostics of the first validation windows. On rank 0: the others soon wait for it."""
+        with self.ranks.whole(self.model, self.shell) as model:
+            if self.ranks.is_master:
+                self._log_diagnostics(model)
+
+    def _log_diagnostics(self, model: GPT) -> None:
         config = self.config
         x, _ = next(validation_batches(
             self.data.val, block_size=config.block_size, eval_tokens=config.eval_tokens, micro_batch_size=DIAGNOSED_WINDOWS,
             rank=0, world_size=1, vocab_size=config.vocab_size, device=self.device,
         ))
         with self.autocast():
-            layers = diagnose(self.model, x[:self.eval_windows])
+            layers = diagnose(model, x[:self.eval_windows])
         by_name = {name: [layer.get(name) for layer in layers] for name in dict.fromkeys(n for one in layers for n in one)}
         if config.qk_clip:
             by_name["qk_clips"] = self.qk_clips.tolist()
@@ -478,13 +498,14 @@ class Run:
         """A checkpoint of this step, from rank 0, unless there is one; on the disk when this returns if it is the run's `last`,
         else some time later, and training goes on."""
         if self.saved_step != self.step:
-            data_hash = self._data_hash()
-            if self.ranks.is_master:
-                if last:  # nothing goes on that would need a copy
-                    self.writer.wait()
-                    self._write(self._state(data_hash))
-                else:
-                    self.writer.start(self._state(data_hash), self._write)
+            state = self._state(self._data_hash())
+            if not self.ranks.is_master:
+                distributed.gather_along(state)
+            elif last and not self.ranks.sharded:  # nothing goes on that would need a copy
+                self.writer.wait()
+                self._write(state)
+            else:
+                self.writer.start(state, self._write)
             self.saved_step = self.step
         if last:
             self.writer.wait()
@@ -531,8 +552,8 @@ class Run:
         }
 
     def _restore(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        """All but the weights, which a sharded model takes before it is sharded."""
+        self.optimizer.load_state_dict(self.ranks.share_of(state["optimizer"], self.optimizer))
         if self.scaler.is_enabled() and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         torch.set_rng_state(state["rng"])
@@ -596,6 +617,7 @@ class Run:
     def _settings_table(self) -> str:
         config, ranks = self.config, self.ranks
         total = sum(p.numel() for p in self.parameters)
+        state_gb = 16 * total / (ranks.world_size if ranks.sharded else 1) / 1e9
         rows = {
             "model": f"{config.attention}, {config.n_layer} layers, width {config.n_embd}, {config.n_head} heads of "
                      f"{config.head_dim} ({config.n_kv_head} kv), T {config.block_size}",
@@ -611,7 +633,7 @@ class Run:
             "tasks": f"{config.eval_tasks}, the first {config.eval_tasks_limit:,} items of each, tokenizer {self.tokenizer.name}"
                      if self.tasks else "none",
             "device": f"{device_name(self.device)}, {config.dtype} dtype, compile {config.compile}",
-            "memory": f"{16 * total / 1e9:.2f} GB for weights, gradients and AdamW on each rank, plus activations",
+            "memory": f"{state_gb:.2f} GB for weights, gradients and AdamW on each rank ({config.parallel}), plus activations",
             "out_dir": config.out_dir,
         }
         return "\n".join(f"{key:>11}  {value}" for key, value in rows.items())
@@ -637,8 +659,22 @@ class Run:
                   if smaller else "micro_batch_size is 1 already: use more memory or a smaller model")
         if not config.activation_checkpointing:
             advice += "; --activation_checkpointing=True saves more"
+        if self.ranks.world_size > 1 and not self.ranks.sharded:
+            advice += "; --parallel=fsdp shares the state among the ranks"
         found = f"out of memory at step {self.step} with micro_batch_size={config.micro_batch_size}"
         return f"rank {self.ranks.rank}: {found}: {advice}"
+
+
+@contextmanager
+def refusing(state: dict[str, Any]) -> Iterator[None]:
+    """Makes an InputError of whatever the content of a checkpoint provokes in torch."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        reason = " ".join(str(error).split())
+        raise InputError(f"the checkpoint of step {state['step']} does not fit this model: {reason}") from None
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -5,7 +5,8 @@
 
 The command line is train.py's (python train.py --help): config files, then --key=value. Flags of its own:
     --gpu=NAME     a GPU of tracker.GPUS, which has its bf16 peak and its memory (default H100)
-    --n_gpus=N     GPUs of the run, each with a copy of the model and of AdamW's state, as DDP has it (default 8)
+    --n_gpus=N     GPUs of the run, each with a copy of the model and of AdamW's state, or by the setting parallel=fsdp with a
+                   share of them (default 8)
     --mfu=X        share of the peak that the run is taken to reach (default 0.4)
     --calibrate=PATH   take speed and memory from what was measured once, at any other shape: the folder of a run of train.py, or
                    a file that --measure --json wrote; in place of --mfu
@@ -59,6 +60,7 @@ class Memory:
     activations: int  # what autograd keeps of the forward pass, and the last hidden state
     loss: int  # gradients of head and last hidden state, and one chunk of logits
     backward: int  # by how much the backward pass rises above all of these
+    gathered: int  # by FSDP: what is whole for a time
 
     @property
     def total(self) -> int:
@@ -94,8 +96,9 @@ class LiveBytes(TorchDispatchMode):
         self.now -= n_bytes
 
 
-def rehearse(config: Config, micro_batch_size: int, device_type: str = "cuda") -> Memory:
-    """Memory of a training step with micro_batch_size sequences per forward pass, found by running it without data.
+def rehearse(config: Config, micro_batch_size: int, device_type: str = "cuda", n_ranks: int = 1) -> Memory:
+    """Memory of a training step with micro_batch_size sequences per forward pass, found by running it without data; of the state
+    its share on the first of n_ranks.
 
     The tensors pretend to be on the CPU, whose fused attention keeps what the GPU's does: q, k, v, its output and one fp32
     number per query. Dropout's masks are counted, one byte an element, and not run: with dropout the CPU's attention is not
@@ -105,7 +108,9 @@ def rehearse(config: Config, micro_batch_size: int, device_type: str = "cuda") -
     if device_type == "cuda" and not config.dropout:
         _without_flex(model)
     half = config.dtype != "float32"
-    weights = FP32 * sum(p.numel() for p in model.parameters())
+    whole, shares = (FP32 * sum(rows(p) * p[0].numel() for p in model.parameters())
+                     for rows in (len, lambda p: -(-len(p) // n_ranks)))
+    weights = shares if config.parallel == "fsdp" else whole
     tokens = micro_batch_size * config.block_size
     with FakeTensorMode():
         for module in model.modules():
@@ -133,7 +138,7 @@ def rehearse(config: Config, micro_batch_size: int, device_type: str = "cuda") -
     masked = 1 + 2 * (1 if config.activation_checkpointing else config.n_layer)  # the embedding's and two a block
     masks = tokens * config.n_embd * masked if config.dropout else 0
     head = _loss_bytes(config, tokens, loss_rows(torch.device(device_type)), half)
-    return Memory(
+    memory = Memory(
         weights=weights,
         gradients=weights,
         optimizer=2 * weights,
@@ -141,7 +146,16 @@ def rehearse(config: Config, micro_batch_size: int, device_type: str = "cuda") -
         activations=kept - copies + masks,
         loss=head,
         backward=max(0, live.peak - kept - head),
+        gathered=0,
     )
+    if weights == whole:
+        return memory
+    block = FP32 * max(sum(p.numel() for p in block.parameters()) for block in model.h)
+    outside = whole - FP32 * sum(p.numel() for p in model.h.parameters())
+    # In backward: the embedding; one block's weights and gradients, the next one's weights as they arrive, the last one's
+    # gradients as they leave. In evaluation all weights, while there is nothing else of a step.
+    step = memory.total - memory.weights - memory.optimizer
+    return replace(memory, gathered=max(outside + 4 * block, whole - step))
 
 
 def _without_flex(model: GPT) -> None:
@@ -176,7 +190,7 @@ def largest_that_fits(config: Config, n_gpus: int, room: float) -> int | None:
     low, high = 0, len(sizes)  # the first `low` fit, those from `high` on do not
     while low < high:
         middle = (low + high) // 2
-        if rehearse(config, sizes[middle]).total <= room:
+        if rehearse(config, sizes[middle], n_ranks=n_gpus).total <= room:
             low = middle + 1
         else:
             high = middle
@@ -240,7 +254,8 @@ def calibrate(path: Path) -> Calibration:
         config = Config(**{key: value for key, value in info["config"].items() if key in {f.name for f in fields(Config)}})
         factor = 1.0
         if not info["hardware"]["device"].startswith(("cpu", "mps")):  # there it is the process's memory, not a step's
-            factor = train[-1]["peak_memory_gb"] * 1e9 / rehearse(config, config.micro_batch_size).total
+            predicted = rehearse(config, config.micro_batch_size, n_ranks=info["world_size"]).total
+            factor = train[-1]["peak_memory_gb"] * 1e9 / predicted
         return Calibration(info["flops_per_token"] * speed / info["world_size"], factor)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"--calibrate: wanted the folder of a run with at least two lines of training, or a file of --measure "
@@ -251,7 +266,7 @@ def make_plan(config: Config, gpu: str, n_gpus: int, mfu: float, memory_factor: 
     """Every number of the plan by name: cost() and the bytes of a GPU's memory. Raises InputError as cost() does."""
     costs = cost(config, gpu, n_gpus, mfu)
     memory_gb = GPUS[gpu][1]
-    memory = rehearse(config, config.micro_batch_size)
+    memory = rehearse(config, config.micro_batch_size, n_ranks=n_gpus)
     room = (memory_gb * 1e9 - ALLOWANCE) / memory_factor
     fits = memory.total <= room
     with_checkpointing = replace(config, activation_checkpointing=True)
@@ -352,16 +367,21 @@ def render(plan: dict[str, Any], config: Config) -> str:
     if config.n_sink:
         heads += f", {config.n_sink} sinks"
     embedding = "embedding, sinks, gains" if config.n_sink else "embedding, gains"
+    sharded = config.parallel == "fsdp" and plan["n_gpus"] > 1
+    share = f", a share of 1/{plan['n_gpus']} (FSDP)" if sharded else ""
+    buckets = "fp32; DDP's buckets are views of them" if plan["n_gpus"] > 1 and not sharded else f"fp32{share}"
     kept = "each block's input" if config.activation_checkpointing else "all that the backward pass reads"
     notes = {
-        "weights": ("weights", "fp32"),
-        "gradients": ("gradients", "fp32; DDP's buckets are views of them" if plan["n_gpus"] > 1 else "fp32"),
-        "optimizer": ("AdamW", "two moments, fp32"),
+        "weights": ("weights", f"fp32{share}"),
+        "gradients": ("gradients", buckets),
+        "optimizer": ("AdamW", f"two moments, fp32{share}"),
         "weight_copies": ("weight copies", "of the blocks' matrices in half precision, by autocast"),
         "activations": ("activations", f"{kept}, {config.micro_batch_size} sequences x {config.n_layer} layers"),
         "loss": ("loss", f"gradients at the head, {loss_rows(torch.device('cuda')):,} rows of logits"),
         "backward": ("backward", "above all of these"),
     }
+    if sharded:
+        notes["gathered"] = ("gathered", "embedding and blocks in work, or all weights in evaluation")
     rows = [
         ("model", f"{config.attention}, {config.n_layer} layers, width {config.n_embd}, {heads}, T {config.block_size}, "
                   f"V {config.vocab_size}"),

@@ -46,13 +46,14 @@ def test_killed_in_the_only_save_the_finished_run_leaves_no_temporary(settings, 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_kills_of_two_ranks_at_random_moments(settings, straight, tmp_path, seed):
-    """One of the two, or both; the one left alone ends by itself, with the reason on its last line."""
+    """One of the two, or both, with DDP and with FSDP; the one left alone ends by itself, with the reason on its last line."""
     arguments = [*settings, f"--out_dir={tmp_path}/run"]
     rng = random.Random(seed)
     for _ in range(3):
         rank = rng.randrange(2)
         place = rng.choice(["prefetch", "step", "evaluation"] if rank else PLACES)
-        job = Job(arguments, tmp_path, ranks=2, fault=Fault("kill", place, rng.randint(1, 6), rank))
+        parallel = rng.choice(["ddp", "fsdp"])
+        job = Job([*arguments, f"--parallel={parallel}"], tmp_path, ranks=2, fault=Fault("kill", place, rng.randint(1, 6), rank))
         if rng.random() < 0.5:
             time.sleep(rng.uniform(0, 1))
             job.kill()
@@ -60,7 +61,7 @@ def test_kills_of_two_ranks_at_random_moments(settings, straight, tmp_path, seed
         if statuses[rank] == -signal.SIGKILL and statuses[1 - rank] != -signal.SIGKILL:
             assert statuses[1 - rank] == 1
             assert "another rank" in job.last_line(1 - rank), job.text(1 - rank)
-    job = run(arguments, tmp_path, ranks=2)
+    job = run([*arguments, "--parallel=fsdp"], tmp_path, ranks=2)
     assert job.statuses == [0, 0], job.text()
     assert_same_run(tmp_path / "run", straight, exactly=False)
 
