@@ -118,9 +118,10 @@ class Ranks:
 
         What that means for 2.7B (2.81e9 weights, 11.3 GB in fp32) on 8 GPUs: DDP holds 45.0 GB of weights, gradients and AdamW
         on each GPU and sends 2 x 7/8 x 11.3 = 19.7 GB a step; this holds 5.6 GB and the parts in work, and sends
-        3 x 7/8 x 11.3 = 29.5 GB a micro-step. A micro-step of 4 x 2048 tokens has 158 TFLOP, 0.4 s at 40% of an H100's peak,
-        in which NVLink carries some 100 GB. Weights kept from forward to backward would save a third of it and cost 11.3 GB,
-        gradients kept for the last micro-step the same."""
+        3 x 7/8 x 11.3 = 29.5 GB a micro-step, during which DDP sends nothing but in the last one. A micro-step of 4 x 2048 tokens
+        has 158 TFLOP, 0.4 s at 40% of an H100's peak; in 0.4 s its NVLink could carry 180 GB each way (450 GB/s by the data
+        sheet), InfiniBand of 400 Gbit/s 20 GB. Weights kept from forward to backward would save a third of the traffic and cost
+        11.3 GB, and so would gradients kept for the last micro-step."""
         if self.world_size == 1:
             return model
         if self.sharded:

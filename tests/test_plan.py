@@ -216,6 +216,30 @@ def test_a_step_that_does_not_fit_is_said_to(capsys):
     assert "DOES NOT FIT" not in capsys.readouterr().out
 
 
+def test_fsdp_shares_the_state_and_adds_what_is_whole_for_a_time(capsys):
+    """What training itself finds: tests/test_fsdp.py."""
+    arguments = [str(ROOT / "config/2.7b.py"), "--n_layer=4"]
+    ddp, fsdp = (load([*arguments, f"--parallel={parallel}"]) for parallel in ("ddp", "fsdp"))
+    whole, shared = (plan.rehearse(config, 4, n_ranks=8) for config in (ddp, fsdp))
+    for part in ("weights", "gradients", "optimizer"):
+        assert getattr(shared, part) == pytest.approx(getattr(whole, part) / 8, rel=1e-3)
+    for part in ("weight_copies", "activations", "loss", "backward"):
+        assert getattr(shared, part) == getattr(whole, part)
+    block, embedding = 4 * 2560 * (4 * 3072 + 8 * 2560), 4 * 2560 * 50304  # attention is 3072 wide
+    assert whole.gathered == 0 and shared.gathered == pytest.approx(4 * block + embedding, rel=1e-3)
+    assert plan.rehearse(fsdp, 4, n_ranks=1) == plan.rehearse(ddp, 4, n_ranks=1) == whole
+    assert plan.main([*arguments, "--parallel=fsdp", "--n_gpus=8"]) == 0
+    assert "a share of 1/8 (FSDP)" in capsys.readouterr().out
+
+
+def test_memory_of_an_evaluation_with_fsdp_has_all_weights():
+    """Of a step with hardly an activation, on many ranks."""
+    config = Config(**TINY | {"n_layer": 24, "n_embd": 512, "parallel": "fsdp"})
+    memory = plan.rehearse(config, 1, n_ranks=64)
+    whole = plan.rehearse(config, 1).weights
+    assert memory.total == pytest.approx(whole + memory.weights + memory.optimizer, rel=1e-6)
+
+
 def test_table_is_narrow_and_json_has_the_numbers(tmp_path, capsys):
     out = tmp_path / "plan.json"
     arguments = [str(ROOT / "config/1.4b.py"), str(ROOT / "config/seq16k.py"), "--n_layer=2", "--n_sink=4", "--n_kv_head=8"]
