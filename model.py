@@ -599,7 +599,8 @@ class GPT(nn.Module):
         self.max_logits: Tensor | None = None
         device = torch.get_default_device()
         with torch.device("meta"):  # init_weights sets every tensor, so the modules' own initialisation would be lost work
-            self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+            # Drawing weights, even those without data, would import torch's compiler, which decoding never needs: a second.
+            self.wte = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.n_embd), freeze=False)
             self.sink = nn.Parameter(torch.empty(config.n_sink, config.n_embd)) if config.n_sink else None
             self.ln_emb = nn.LayerNorm(config.n_embd, bias=config.bias)
             self.drop = nn.Dropout(config.dropout)

@@ -125,6 +125,15 @@ class Profile:
         return f"profile of steps {self.first + 1} to {step}: {self._out_dir / 'profile.txt'}, {trace}"
 
 
+def seconds_since_start() -> float | None:
+    """Since this process was started, Python's own start and all imports included; None where the system does not tell."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
 def peak_memory_gb(device: torch.device) -> float:
     """Largest use so far in GB (1e9 bytes): of the GPU by tensors, elsewhere of main memory by the process."""
     if device.type == "cuda":

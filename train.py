@@ -34,7 +34,7 @@ from eval.diagnostics import diagnose
 from eval.local_data import TASKS
 from model import GPT
 from safety import SpikeGuard, set_deterministic
-from tracker import Clock, Profile, Silent, Tracker, device_name, environment, peak_flops, peak_memory_gb
+from tracker import Clock, Profile, Silent, Tracker, device_name, environment, peak_flops, peak_memory_gb, seconds_since_start
 
 DIAGNOSED_WINDOWS = 4  # of validation, small beside a step
 COMPILE_TIMEOUT = 3600  # seconds that ranks wait for each other up to the end of the first step, where it compiles
@@ -150,7 +150,7 @@ class Run:
 
     def _loop(self) -> None:
         config, tracker = self.config, self.tracker
-        clock, before, first = Clock(), self.data_hash, self.step
+        clock, before, first = Clock(), self.data_hash, self.step + 1
         profile = Profile(config.profile if self.ranks.is_master else 0, config.out_dir, self.device)
         self.at_exit.callback(lambda: profile.close(self.step))
         with closing(self.loader.batches(self.step)) as batches:
@@ -169,7 +169,7 @@ class Run:
                     break
                 profile.before(self.step)
                 metrics = self.train_step(batches)
-                if self.compiled and self.step == first + 1:
+                if self.compiled and self.step == first:
                     self.ranks.set_timeout(config.dist_timeout)
                 self.data_hash = before + batches.digest
                 self.writer.check()
@@ -178,6 +178,8 @@ class Run:
                     if written := profile.after(self.step):
                         tracker.say(written)
                 tracker.advance()
+                if self.step == first and (startup_s := seconds_since_start()) is not None:
+                    tracker.say(f"first step done {startup_s:.1f} s after the process began")
                 bad = metrics["loss"] is None
                 if bad or self.step % config.log_interval == 0 or self.step >= config.max_iters:
                     self._report_step(metrics | {"data_ms": 1e3 * batches.take_waited() / clock.steps}, clock)

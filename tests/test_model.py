@@ -3,6 +3,9 @@ methods and presets have tests/test_attention.py."""
 
 import dataclasses
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -396,3 +399,12 @@ def test_from_checkpoint(tmp_path):
     path.write_bytes(b"no checkpoint")
     with pytest.raises(ValueError, match="c.pt is not a checkpoint"):
         GPT.from_checkpoint(path)
+
+
+def test_generating_loads_no_compiler():
+    """torch's, a second of every start: nothing that needs it may come into the way from a model to its text."""
+    program = ("import sys, torch; from model import GPT, GPTConfig; "
+               "model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=7, block_size=8), seed=0); "
+               "model.generate(torch.zeros(1, 2, dtype=torch.long), 2); sys.exit('torch._dynamo' in sys.modules)")
+    result = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr or "torch._dynamo was imported"

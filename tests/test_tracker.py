@@ -423,3 +423,10 @@ def test_real_wandb_offline_without_login_keeps_its_id_over_a_resume(tmp_path):
     assert [(h["step"], h["tokens"], h.get("train/loss"), h.get("val/loss")) for h in histories] == [
         (1, 256, 5.5, None), (2, 512, 5.5, None), (2, 512, None, 3.0), (3, 768, 5.5, None), (4, 1024, 5.5, None),
         (4, 1024, None, 1.0)]
+
+
+def test_seconds_since_the_process_began():
+    program = "from tracker import seconds_since_start; import time; time.sleep(0.5); print(seconds_since_start())"
+    start = time.perf_counter()
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert 0.5 < float(result.stdout) < time.perf_counter() - start + 0.1

@@ -103,6 +103,7 @@ def test_run_folder(straight, dataset):
     assert info["config"]["attention"] == "xsa" and info["config"]["n_kv_head"] == 2 and info["config"]["wandb_group"] is None
     assert info["versions"]["torch"] == torch.__version__ and info["n_params"] > 0
     assert "validation loss" in (straight / "log.txt").read_text()
+    assert len(re.findall(r"first step done \d+\.\d s after the process began", (straight / "log.txt").read_text())) == 1
 
 
 def test_learning_rate_is_warmup_then_cosine(straight):
