@@ -88,27 +88,37 @@ class ExclusiveProjection(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y: Tensor, v: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(y, v, weight)
-        y5, v5 = _by_group(y, v.shape[1]), _by_group(v, v.shape[1])
-        a = (y5 * v5).sum(-1, keepdim=True) * _inverse_square(v5)
-        z = _by_token(torch.addcmul(y5, a, v5, value=-1), y.dtype)
-        return _project(z, weight, bias)
+        return _project(exclusion(y, v), weight, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout: Tensor):
         y, v, weight = ctx.saved_tensors
-        y5, v5 = _by_group(y, v.shape[1]), _by_group(v, v.shape[1])
-        dz5 = (dout @ weight.to(dout.dtype)).view_as(y5).to(y5.dtype)
-        # With a = y.v/||v||^2 and b = -dz.v/||v||^2 the product rule gives dy = dz + b v and dv = b y - a dz - 2ab v, which
-        # is b z - a dy; a kv head gathers dv from its group.
-        inverse = _inverse_square(v5)
-        a, b = (y5 * v5).sum(-1, keepdim=True) * inverse, (dz5 * v5).sum(-1, keepdim=True) * -inverse
-        z = torch.addcmul(y5, a, v5, value=-1)
-        dy = torch.addcmul(dz5, b, v5)
-        dv = torch.addcmul(b * z, a, dy, value=-1)
-        dv = dv.sum(3) if dv.shape[3] > 1 else dv.squeeze(3)
-        dweight, dbias = _project_backward(dout, _by_token(z, y.dtype), weight, ctx.needs_input_grad[3])
-        return dy.flatten(2, 3).transpose(1, 2).to(y.dtype), dv.transpose(1, 2).to(v.dtype), dweight, dbias
+        dy, dv, z = exclusion_backward(y, v, dout @ weight.to(dout.dtype))
+        return dy, dv, *_project_backward(dout, z, weight, ctx.needs_input_grad[3])
+
+
+def exclusion(y: Tensor, v: Tensor) -> Tensor:
+    """ExclusiveProjection's z, (B, T, H*d)."""
+    y5, v5 = _by_group(y, v.shape[1]), _by_group(v, v.shape[1])
+    a = (y5 * v5).sum(-1, keepdim=True) * _inverse_square(v5)
+    return _by_token(torch.addcmul(y5, a, v5, value=-1), y.dtype)
+
+
+def exclusion_backward(y: Tensor, v: Tensor, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of exclusion's y and v from that of z, dz (B, T, H*d); and z again.
+
+    With a = y.v/||v||^2 and b = -dz.v/||v||^2 the product rule gives dy = dz + b v and dv = b y - a dz - 2ab v, which is
+    b z - a dy; a kv head gathers dv from its group."""
+    y5, v5 = _by_group(y, v.shape[1]), _by_group(v, v.shape[1])
+    dz5 = dz.view_as(y5).to(y5.dtype)
+    inverse = _inverse_square(v5)
+    a, b = (y5 * v5).sum(-1, keepdim=True) * inverse, (dz5 * v5).sum(-1, keepdim=True) * -inverse
+    z = torch.addcmul(y5, a, v5, value=-1)
+    dy = torch.addcmul(dz5, b, v5)
+    dv = torch.addcmul(b * z, a, dy, value=-1)
+    dv = dv.sum(3) if dv.shape[3] > 1 else dv.squeeze(3)
+    return dy.flatten(2, 3).transpose(1, 2).to(y.dtype), dv.transpose(1, 2).to(v.dtype), _by_token(z, y.dtype)
 
 
 class GELUProjection(torch.autograd.Function):
