@@ -17,6 +17,7 @@ import model
 from configurator import Config
 from distributed import Ranks
 from scripts.bench import __main__ as command
+from scripts.bench import common
 from scripts.bench import step as bench
 from train import Run
 
@@ -161,6 +162,44 @@ def test_summary_from_known_numbers():
     assert len(bench.figures(result, config, "cpu", compiled=False)) == 3  # no memory figure for another vocabulary
 
 
+def test_whose_ratios_are_told_and_at_whose_flops():
+    assert bench.pairs(["nanogpt", "sa", "gsxa", "diff"]) == [("sa", "nanogpt"), ("gsxa", "sa"), ("diff", "sa"), ("diff", "gsxa")]
+    config = Config(n_layer=2, n_head=8, n_embd=64, vocab_size=61, block_size=24, eval_tokens=24, global_batch_size=2,
+                    micro_batch_size=2)
+    result = bench.summarize({"sa": [10.0, 10.0], "gsxa": [20.0, 22.0]}, {"sa": 100, "gsxa": 150}, config, peak=1e12)
+    assert list(result["ratios"]) == ["gsxa/sa"] and result["ratios"]["gsxa/sa"]["memory"] == 1.5
+    assert result["ratios"]["gsxa/sa"]["time_quartiles"] == pytest.approx([2.05, 2.1, 2.15])
+    fewer = model.GPT(config.with_attention("gsxa").model_config(), seed=0).flops_per_token()
+    assert fewer < bench.flops_per_token(config)  # its kv heads
+    assert result["arms"]["gsxa"]["mfu"] == pytest.approx(fewer * 48 / 0.021 / 1e12)
+    assert "gsxa/sa: time 2.100" in bench.table(result)
+
+
+@pytest.mark.parametrize("argv, expected", [
+    (["--compare", "xsa", "gsxa"], ["--compare=xsa,gsxa"]),
+    (["--compare=xsa,gsxa", "config/1.4b.py"], ["--compare=xsa,gsxa", "config/1.4b.py"]),
+    (["config/a.py", "--compare", "xsa", "gsxa,diff", "config/b.py", "more", "--rounds=2", "x"],
+     ["config/a.py", "--compare=xsa,gsxa,diff", "config/b.py", "more", "--rounds=2", "x"]),
+    (["--compare", "--rounds=2"], ["--compare", "--rounds=2"]),
+    (["A.json", "B.json"], ["A.json", "B.json"]),
+])
+def test_what_to_compare_is_listed_with_spaces_or_commas(argv, expected):
+    assert common.with_commas(argv) == expected
+
+
+def test_memory_is_given_back_whatever_fork_server_there_was(monkeypatch):
+    """One that another has started, without malloc's setting, is not taken."""
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "7")
+    program = ("import multiprocessing, os\n"
+               "from scripts.bench.step import _gives_memory_back, in_fresh_process\n"
+               "if __name__ == '__main__':\n"
+               "    with multiprocessing.get_context('forkserver').Pool(1) as pool:\n"
+               "        assert not pool.apply(_gives_memory_back)\n"
+               "    assert in_fresh_process(_gives_memory_back) and os.environ['MALLOC_MMAP_THRESHOLD_'] == '7'\n")
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
 @pytest.mark.parametrize("device, compiled, expected", [
     ("NVIDIA H200", True, ["MFU, sa", "MFU, xsa"]), ("NVIDIA H200", False, []), ("NVIDIA A100-SXM4-80GB", True, []),
     ("cpu", True, []),
@@ -192,11 +231,16 @@ def test_command(tmp_path):
 
 
 @pytest.mark.parametrize("argv, said", [
-    ([], "wanted one of step, block, presets, decode, loss, optimizer, loader, peers, tokenize, checkpoint, found none"),
-    (["pace"], "checkpoint, found 'pace'"),
+    ([], "wanted one of step, block, presets, sizes, xsa, decode, loss, optimizer, loader, peers, tokenize, checkpoint, compare, "
+     "found none"),
+    (["pace"], "compare, found 'pace'"),
     (["step", "--rounds=1"], "--rounds: wanted at least 2"),
     (["step", "--rounds=x"], "rounds"),
-    (["step", "--compare=gpt2"], "wanted some of nanogpt, hf, xsa, found 'gpt2'"),
+    (["step", "--compare=gpt2"], "wanted some of nanogpt, hf, sa, xsa, "),
+    (["step", "--compare", "xsa", "gpt2", "--rounds=2"], "found 'gpt2'"),
+    (["step", "--compare=sa"], "wanted something other than sa"),
+    (["step", "--compare=diff", "--n_head=3"], "--compare: diff: n_head must be even"),
+    (["optimizer", "--compare", "xsa", "diff"], "unknown setting compare"),
     (["step", "--json=no/such/folder.json"], "no folder no/such"),
     (["step", "--nlayer=2"], "did you mean n_layer"),
     (["step", "config/none.py"], "config/none.py"),
@@ -241,7 +285,7 @@ def gpu_check(*arguments: str) -> subprocess.CompletedProcess:
                           env=os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"})
 
 
-@pytest.mark.parametrize("argument", ["--gpu", "--out=", "results"])
+@pytest.mark.parametrize("argument", ["--gpu", "--out=", "results", "--speed=1"])
 def test_gpu_check_refuses_bad_arguments(argument):
     result = gpu_check(argument)
     assert result.returncode == 2 and result.stderr.startswith("error: ")

@@ -1,10 +1,7 @@
 """scripts/bench/block.py: that the block is the one that a model runs, the numbers are right, and what fails is marked."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -75,12 +72,8 @@ def test_sizes():
 def test_memory_is_that_of_one_block():
     """By hand, in floats per token and channel: input and the gradients at both ends 3, kept by the forward pass 13 (two norms'
     outputs, q, k, v, y, the stream between, h), and some of h's size in passing."""
-    # In a process of its own: one that has started others before may have a fork server without malloc's setting.
-    program = ("from dataclasses import replace; from tests.test_bench_block import CONFIG, bench; print(bench.in_fresh_process("
-               "bench.peak_memory_on_cpu, 'xsa', replace(CONFIG, n_embd=256, head_dim=64, block_size=1024, micro_batch_size=4)))")
-    result = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[1], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    memory = int(result.stdout)
+    config = replace(CONFIG, n_embd=256, head_dim=64, block_size=1024, micro_batch_size=4)
+    memory = bench.in_fresh_process(bench.peak_memory_on_cpu, "xsa", config)
     per_channel = 4 * 4 * 1024 * 256
     assert 18 * per_channel < memory < 32 * per_channel
 

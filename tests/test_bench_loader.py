@@ -67,9 +67,10 @@ def test_command(tmp_path, capsys, monkeypatch):
     assert "share of a step" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("argv, said", [(["--batches=0"], "--batches"),
+@pytest.mark.parametrize("argv, said", [(["--batches=0"], "--batches"), (["--block_size=5000"], "wanted below 5000 without"),
                                         (["--dataset=no/such"], "no/such"), (["--micro_batch_size=3"], "micro_batch_size")])
-def test_bad_arguments_exit_2(argv, said, capsys):
+def test_bad_arguments_exit_2(argv, said, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "RANDOM_TOKENS", 5000)
     assert command.main(["loader", *TINY, "--eval_tokens=20000000", *argv]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("error: ") and said in err

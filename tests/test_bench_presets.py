@@ -11,6 +11,7 @@ from model import CausalSelfAttention
 from presets import PRESETS
 from scripts.bench import __main__ as command
 from scripts.bench import presets as bench
+from scripts.bench import step as step_bench
 from tests.test_bench import gpu_check
 
 CONFIG = Config(n_layer=2, n_head=8, n_embd=64, head_dim=8, vocab_size=61, block_size=24, eval_tokens=24, global_batch_size=2,
@@ -62,10 +63,10 @@ def test_arms_are_the_presets_at_the_given_shape():
 
 
 def test_what_fails_is_named_and_the_others_are_measured(monkeypatch):
-    monkeypatch.setattr(bench, "measure_memory", lambda *_: 1000)
+    monkeypatch.setattr(step_bench, "measure_memory", lambda *_: 1000)
     monkeypatch.setattr(bench, "GROUP", 1)
-    step = bench.Arm.step
-    monkeypatch.setattr(bench.Arm, "step", lambda arm: 1 / 0 if arm.name == "xsa" else step(arm))
+    step = step_bench.Arm.step
+    monkeypatch.setattr(step_bench.Arm, "step", lambda arm: 1 / 0 if arm.name == "xsa" else step(arm))
     arms, _ = bench.variants(["xsa", "gqa", "swa"], CONFIG)
     costs = bench.measure(arms, 2, bench.time.monotonic() + 600)
     assert costs["xsa"] == {"error": "ZeroDivisionError: division by zero"} and len(costs["gqa"]["ms"]) == 2

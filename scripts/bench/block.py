@@ -9,7 +9,7 @@ stream and weights, autocast as `dtype` says, compiled if `compile` says so; mic
 gradient as any block's but the first. Flags of its own:
     --lengths=A,B    sequence lengths T, at width n_embd
     --widths=A,B     widths d_model, at length block_size; the head size stays, the number of heads grows in proportion
-    --compare=A,B    attention presets beside the baseline, which is `attention` (default xsa)
+    --compare A B    attention presets beside the baseline, which is `attention` (default xsa)
     --rounds=N       timed rounds (default 10); in each every arm makes one step, in an order that changes from round to round
     --minutes=X      a size that, by estimate, would pass this limit is left out; the smallest come first (default 5)
     --out=DIR        where block.json, with every measurement, versions and hardware, and block.png go (default runs/block)
@@ -82,7 +82,7 @@ class Arm:
         config = replace(config, n_layer=2, vocab_size=1).with_attention(name)
         with self.device:
             self.block = GPT(config.model_config(), seed=config.seed).h[int(config.value_residual)]
-        if _compiled(config, self.device):
+        if common.compiles(config, self.device):
             self.block.compile()
         dtype = autocast_dtype(config.dtype, self.device)
         self.autocast: AbstractContextManager = nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
@@ -199,10 +199,6 @@ def estimate_seconds(config: Config, n_arms: int, rounds: int, speed: float, com
     steps = 2 + WARM_UP_ROUNDS + rounds
     return n_arms * (steps * flops / (0.5 * speed) + (COMPILE_SECONDS if compiled else 0)
                      + (0 if torch.device(config.device).type == "cuda" else PROCESS_SECONDS))
-
-
-def _compiled(config: Config, device: torch.device) -> bool:
-    return bool(config.compile or (config.compile is None and device.type == "cuda"))
 
 
 # --- telling ----------------------------------------------------------------------------------------------------------------
@@ -355,10 +351,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     common.check(own)
     if not 0 < own.minutes < math.inf:
         raise InputError(f"--minutes: wanted a number above 0, found {own.minutes}")
-    has_file = any(not argument.startswith("-") for argument in rest)
     device = common.measurable(distributed.start(load(rest)).device)
     shape, lengths, widths = DEFAULTS[device.type]
-    config = replace(load(rest if has_file else shape + rest), device=str(device))
+    config = replace(common.settings(rest, shape), device=str(device))
     if config.n_sink:
         raise InputError("n_sink: a block sees sinks as positions like all others; add them to --lengths")
     if config.activation_checkpointing:
@@ -417,8 +412,8 @@ def main(argv: list[str]) -> int:
     own, config = parse(argv)
     device = torch.device(config.device)
     facts = environment(device)
-    compiled = _compiled(config, device)
-    dtype = str(autocast_dtype(config.dtype, device) or torch.float32).removeprefix("torch.")
+    compiled = common.compiles(config, device)
+    dtype = common.dtype_name(config, device)
     speed = matrix_product_speed(config, device)
     seconds = [estimate_seconds(size, len(own.arms), own.rounds, speed, compiled) for size in own.sizes]
     print(

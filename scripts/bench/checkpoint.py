@@ -28,7 +28,7 @@ import checkpoint
 import distributed
 from checkpoint import write_aside
 from command_line import InputError
-from configurator import Config, as_dict, load
+from configurator import Config, as_dict
 from distributed import Ranks
 from scripts.bench import common
 from scripts.bench.common import quartiles, verdict
@@ -113,11 +113,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     """The benchmark's flags and the run's settings. Raises InputError."""
     own, rest = common.parser("checkpoint", rounds=6).parse_known_args(argv)
     common.check(own)
-    config = load(rest if any(not argument.startswith("-") for argument in rest) else DEFAULT_SHAPE + rest)
-    config.accumulation(1)
-    if config.dtype == "float16":
-        raise InputError("dtype: wanted float32 or bfloat16, found float16: its loss scale skips steps")
-    return own, config
+    return own, common.step_settings(rest, DEFAULT_SHAPE)
 
 
 def main(argv: list[str]) -> int:

@@ -39,6 +39,47 @@ def check(own: argparse.Namespace) -> None:
         raise InputError(f"--json: no folder {own.json.parent}")
 
 
+def with_commas(argv: list[str], flag: str = "--compare") -> list[str]:
+    """`--compare A B` as `--compare=A,B`. A config file may follow: it ends the list."""
+    result: list[str] = []
+    inside = False
+    for argument in argv:
+        inside = argument == flag or (inside and not argument.startswith("-") and not argument.endswith(".py"))
+        if not inside or argument == flag:
+            result.append(argument)
+        else:
+            result[-1] += ("=" if result[-1] == flag else ",") + argument
+    return result
+
+
+def settings(rest: list[str], default_shape: list[str]) -> Any:
+    """train.py's settings; `default_shape` comes before them where no config file is named. Raises InputError."""
+    from configurator import load
+
+    return load(rest if any(not argument.startswith("-") for argument in rest) else default_shape + rest)
+
+
+def step_settings(rest: list[str], default_shape: list[str]) -> Any:
+    """settings() for whole training steps on one rank, each of which must do the same work. Raises InputError."""
+    config = settings(rest, default_shape)
+    config.accumulation(1)
+    if config.dtype == "float16":
+        raise InputError("dtype: wanted float32 or bfloat16, found float16: its loss scale skips steps")
+    return config
+
+
+def compiles(config: Any, device: Any) -> bool:
+    """Whether train.py would, with these settings on a torch.device."""
+    return bool(config.compile or (config.compile is None and device.type == "cuda"))
+
+
+def dtype_name(config: Any, device: Any) -> str:
+    """Of matrix products."""
+    from train import autocast_dtype
+
+    return str(autocast_dtype(config.dtype, device) or "float32").removeprefix("torch.")
+
+
 def measurable(device: Any) -> Any:
     """A torch.device whose peak memory can be read. Raises InputError for another."""
     if device.type not in ("cpu", "cuda"):
@@ -64,15 +105,17 @@ def synchronize(device: Any) -> None:
         torch.cuda.synchronize(device)
 
 
-def take_turns(arms: Mapping[str, Steps], rounds: int, show: bool = True) -> dict[str, list[float]]:
-    """Milliseconds of each arm's step, round by round. All arms make a step in each, in an order that changes: every arm comes
-    first, and before and after every other."""
+def take_turns(
+    arms: Mapping[str, Steps], rounds: int, show: bool = True, warm_up: int = WARM_UP_ROUNDS
+) -> dict[str, list[float]]:
+    """Milliseconds of each arm's step, round by round, after `warm_up` rounds. All arms make a step in each, in an order that
+    changes: every arm comes first, and before and after every other."""
     names = list(arms)
     times: dict[str, list[float]] = {name: [] for name in names}
     gc.collect()
     gc.disable()  # a collection would land in whichever arm's turn it is
     try:
-        for i in tqdm(range(-WARM_UP_ROUNDS, rounds), desc="rounds", disable=None if show else True):
+        for i in tqdm(range(-warm_up, rounds), desc="rounds", disable=None if show else True):
             first = i % max(1, len(names))
             order = names[first:] + names[:first]
             for name in order if i // max(1, len(names)) % 2 == 0 else reversed(order):

@@ -8,7 +8,7 @@ eager, biases everywhere because the Hugging Face model (GPT-NeoX, which has the
     --prompt=N       tokens of each prompt (default 64)
     --new=N          tokens that follow (default 64)
     --batch=N        sequences at a time (default 1)
-    --compare=A,B    what to measure beside sa: hf or attention presets (default hf,xsa)
+    --compare A B    what to measure beside sa: hf or attention presets (default hf,xsa)
     --rounds=N       timed rounds (default 10); in each every arm decodes once, in an order that changes from round to round
     --json=FILE      also write every measurement, with versions and hardware
 

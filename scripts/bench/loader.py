@@ -32,7 +32,7 @@ from tqdm import tqdm
 import distributed
 from checkpoint import write_aside
 from command_line import InputError
-from configurator import Config, as_dict, load
+from configurator import Config, as_dict
 from data.loader import Batch, Loader
 from data.shards import TOKEN, TokenStream, open_dataset
 from scripts.bench import common
@@ -125,9 +125,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     common.check(own)
     if own.batches < 1:
         raise InputError(f"--batches: wanted at least 1, found {own.batches}")
-    has_file = any(not argument.startswith("-") for argument in rest)
     own.random = not any(argument.startswith("--dataset=") for argument in rest)
-    config = load(rest if has_file else DEFAULT_SHAPE + rest)
+    config = common.settings(rest, DEFAULT_SHAPE)
     config.accumulation(1)
     if own.random and config.block_size >= RANDOM_TOKENS:
         raise InputError(f"block_size: wanted below {RANDOM_TOKENS} without --dataset, found {config.block_size}")

@@ -7,7 +7,7 @@ linear_cross_entropy and Liger kernel's.
 The command line is train.py's: config files, then --key=value; of it count micro_batch_size x block_size tokens, n_embd,
 vocab_size, device, compile and seed. Flags of its own:
     --dtypes=A,B     of the hidden state, the weight staying fp32 as in training (default float32,bfloat16)
-    --compare=A,B    what to measure beside ours (default: all that there are)
+    --compare A B    what to measure beside ours (default: all that there are)
     --rounds=N       timed rounds (default 8); in each every arm makes one step, in an order that changes from round to round
     --json=FILE      also write every measurement, with versions and hardware
 
@@ -38,7 +38,7 @@ from tqdm import tqdm
 import distributed
 from checkpoint import write_aside
 from command_line import InputError
-from configurator import Config, as_dict, load
+from configurator import Config, as_dict
 from model import IGNORE, ChunkLoss, LinearCrossEntropy, linear_cross_entropy, loss_rows
 from scripts.bench import common
 from scripts.bench.common import milliseconds, quartiles, take_turns
@@ -176,8 +176,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     own.dtypes = own.dtypes.split(",")
     if unknown := [name for name in own.dtypes if name not in DTYPES]:
         raise InputError(f"--dtypes: wanted some of {', '.join(DTYPES)}, found {unknown[0]!r}")
-    has_file = any(not argument.startswith("-") for argument in rest)
-    config = load(rest if has_file else DEFAULT_SHAPE + rest)
+    config = common.settings(rest, DEFAULT_SHAPE)
     device = common.measurable(distributed.start(config).device)
     config = replace(config, device=str(device))
     there = available(device)
@@ -195,7 +194,7 @@ def main(argv: list[str]) -> int:
     own, config = parse(argv)
     device = torch.device(config.device)
     facts = environment(device)
-    compiled = bool(config.compile or (config.compile is None and device.type == "cuda"))
+    compiled = common.compiles(config, device)
     print(f"{', '.join(own.arms)} on {facts['hardware']['device']}, torch {torch.__version__}, "
           f"{'compiled where it can be' if compiled else 'eager'}\n"
           f"{config.micro_batch_size * config.block_size} tokens, width {config.n_embd}, vocabulary {config.vocab_size}; "

@@ -21,15 +21,12 @@ step has it. gsxa is also measured without QK-Clip, whose cost, a pass for the l
 """
 
 import argparse
-import gc
 import json
 import math
 import multiprocessing
-import random
 import time
 from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,16 +37,15 @@ from tqdm import tqdm
 import distributed
 from checkpoint import write_aside
 from command_line import InputError
-from configurator import Config, as_dict, load
+from configurator import Config, as_dict
 from model import GPT
 from presets import PRESETS
 from scripts.bench import common
 from scripts.bench.common import quartiles
-from scripts.bench.step import WARM_UP_ROUNDS, Arm, measure_memory
+from scripts.bench.step import Arm, allow_compilations, brief, measure_group
 from scripts.compare import markdown
 from tests import reference
 from tracker import environment, peak_flops
-from train import autocast_dtype
 
 # Without a config file: what a CPU does in minutes, with room for GQA's groups and for windows.
 DEFAULT_SHAPE = ["--n_layer=4", "--n_embd=256", "--n_head=8", "--block_size=512", "--vocab_size=4096", "--micro_batch_size=4",
@@ -75,10 +71,6 @@ def variants(names: list[str], config: Config) -> tuple[dict[str, Config], dict[
     return arms, refused
 
 
-def is_compiled(config: Config, device: torch.device) -> bool:
-    return bool(config.compile) or (config.compile is None and device.type == "cuda")
-
-
 # --- right? -----------------------------------------------------------------------------------------------------------------
 
 
@@ -98,9 +90,9 @@ def check(config: Config) -> dict[str, float]:
     """Relative errors by LIMITS' names, and the seconds that it took. Compiles what training will, for its cache too."""
     start = time.perf_counter()
     device = distributed.start(config).device
-    compiled = is_compiled(config, device)
+    compiled = common.compiles(config, device)
     torch._dynamo.reset()
-    torch._dynamo.config.fail_on_recompile_limit_hit = True  # in place of going on uncompiled, unsaid
+    allow_compilations(1)
     exact = replace(config, dropout=0.0, logit_softcap=min(config.logit_softcap, FELT_CAP))
     torch.set_float32_matmul_precision("highest")
     model = _seasoned(exact, device)
@@ -166,13 +158,8 @@ def check_all(arms: dict[str, Config], device: torch.device, deadline: float) ->
                 for future in done:
                     if not future.cancelled():
                         error = future.exception()
-                        found[futures[future]] = future.result() if error is None else _brief(error)
+                        found[futures[future]] = future.result() if error is None else brief(error)
     return {label: found[label] for label in arms if label in found}
-
-
-def _brief(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
 def faults(found: dict[str, float] | str) -> list[str]:
@@ -194,56 +181,13 @@ def measure(arms: dict[str, Config], rounds: int, deadline: float) -> dict[str, 
     for group in tqdm(groups, desc="groups", disable=None):
         if time.monotonic() > deadline:
             break
-        times, memory, errors = _measure_group({label: arms[label] for label in group}, rounds)
+        times, memory, errors = measure_group({label: arms[label] for label in group}, rounds)
         for label in group:
             if label in errors:
                 result[label] = {"error": errors[label]}
-            elif label not in result:
+            elif label not in result and "sa" in times:
                 result[label] = {"ms": times[label], "sa_ms": times["sa"], "peak_memory_bytes": memory[label]}
     return result
-
-
-def _measure_group(configs: dict[str, Config], rounds: int) -> tuple[dict[str, list[float]], dict[str, int], dict[str, str]]:
-    """Milliseconds and peak bytes by label, and what failed. Everything that it makes is gone when it returns."""
-    torch._dynamo.reset()
-    torch._dynamo.config.recompile_limit = 8 * len(configs)  # a model's blocks share their code with the others'
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
-    built: dict[str, Arm] = {}
-    memory: dict[str, int] = {}
-    errors: dict[str, str] = {}
-    for label, config in configs.items():
-        ranks = distributed.start(config)
-        on_gpu = ranks.device.type == "cuda"
-        try:
-            before = torch.cuda.memory_allocated(ranks.device) if on_gpu else 0
-            arm = Arm(config.attention, config, ranks)
-            for _ in range(WARM_UP_ROUNDS):  # compiles, and makes AdamW's state
-                arm.step()
-            if on_gpu:
-                torch.cuda.reset_peak_memory_stats(ranks.device)
-                arm.step()
-                memory[label] = torch.cuda.max_memory_allocated(ranks.device) - before
-            else:
-                memory[label] = measure_memory(config.attention, config)
-            built[label] = arm
-        except Exception as error:  # torch's compiler and Triton raise whatever they like; the others are measured
-            errors[label] = _brief(error)
-    times: dict[str, list[float]] = {label: [] for label in built}
-    order, shuffle = list(built), random.Random(0).shuffle
-    gc.collect()
-    gc.disable()  # a collection would land in whichever arm's turn it is
-    try:
-        for _ in range(rounds if "sa" in built else 0):
-            shuffle(order)
-            for label in order:
-                times[label].append(built[label].step())
-    finally:
-        gc.enable()
-        built.clear()
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-    return times, memory, errors
 
 
 # --- telling ----------------------------------------------------------------------------------------------------------------
@@ -322,12 +266,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
         raise InputError(f"--presets: wanted some of {', '.join(PRESETS)}, found {unknown[0]!r}")
     if not 0 < own.minutes < math.inf:
         raise InputError(f"--minutes: wanted above 0, found {own.minutes}")
-    has_file = any(not argument.startswith("-") for argument in rest)
-    config = load(rest if has_file else DEFAULT_SHAPE + rest)
-    config.accumulation(1)
-    if config.dtype == "float16":
-        raise InputError("dtype: wanted float32 or bfloat16, found float16: its loss scale skips steps")
-    return own, config
+    return own, common.step_settings(rest, DEFAULT_SHAPE)
 
 
 def main(argv: list[str]) -> int:
@@ -337,17 +276,13 @@ def main(argv: list[str]) -> int:
         return 0
     own, config = parse(argv)
     start = time.monotonic()
-    device = distributed.start(config).device
-    if device.type not in ("cpu", "cuda"):
-        raise InputError(f"device: wanted cpu or cuda, found {device}: peak memory cannot be read elsewhere")
-    if device.type == "cpu" and not Path("/proc/self/status").exists():
-        raise InputError("peak memory on CPU is read from /proc, which this system does not have")
+    device = common.measurable(distributed.start(config).device)
     arms, refused = variants(own.presets, config)
     facts = environment(device)
-    dtype = str(autocast_dtype(config.dtype, device) or torch.float32).removeprefix("torch.")
+    dtype = common.dtype_name(config, device)
     described = (
         f"{facts['hardware']['device']}, torch {torch.__version__}, {dtype}, "
-        f"{'compiled' if is_compiled(config, device) else 'eager'}; {config.n_layer} layers, width {config.n_embd}, "
+        f"{'compiled' if common.compiles(config, device) else 'eager'}; {config.n_layer} layers, width {config.n_embd}, "
         f"{config.n_head} heads of {config.head_dim}, vocabulary {config.vocab_size}; a step is {config.global_batch_size} "
         f"sequences of {config.block_size} tokens, {config.micro_batch_size} at a time"
     )

@@ -1,12 +1,12 @@
 """What a training step costs: time and peak memory of this repository's step against NanoGPT's, and of XSA's against SA's.
 
     python -m scripts.bench step                                                       # a CPU-sized shape, two to three minutes
-    python -m scripts.bench step config/1.4b.py --global_batch_size=8 --compare=xsa --json=bench.json
+    python -m scripts.bench step config/1.4b.py --global_batch_size=8 --compare xsa gsxa --json=bench.json
 
 The command line is train.py's: config files, then --key=value. A step is an optimizer step as these give it, train.py's own
-for sa and xsa: forward and backward over global_batch_size / micro_batch_size micro-batches, clipping, AdamW. Flags of its own:
+for presets: forward and backward over global_batch_size / micro_batch_size micro-batches, clipping, AdamW. Flags of its own:
     --rounds=N       timed rounds (default 6); in each every arm makes one step, in an order that changes from round to round
-    --compare=A,B    what to measure beside sa: nanogpt, hf (see `peers`), xsa (default nanogpt,xsa)
+    --compare A B    what to measure beside sa: nanogpt, hf (see `peers`), any presets of attention (default nanogpt,xsa)
     --json=FILE      also write every measurement, with versions and hardware
 
 Ratios of time are medians over rounds of the ratio within a round, so that a machine that is slow for a while is slow for all.
@@ -18,6 +18,7 @@ what a step has freed would count as well. glibc reads the variable when a proce
 """
 
 import argparse
+import gc
 import itertools
 import json
 import math
@@ -41,16 +42,17 @@ from tqdm import tqdm
 import distributed
 from checkpoint import write_aside
 from command_line import InputError
-from configurator import Config, as_dict, load
+from configurator import Config, as_dict
 from distributed import Ranks
 from model import GPT, IGNORE
+from presets import PRESETS
 from scripts.bench import common
 from scripts.bench.common import WARM_UP_ROUNDS, quartiles, synchronize, take_turns, verdict
 from tracker import environment, peak_flops
 from train import Run, autocast_dtype
 
-ARMS = ("nanogpt", "hf", "sa", "xsa")
-PAIRS = (("sa", "nanogpt"), ("sa", "hf"), ("xsa", "sa"))
+PEERS = ("nanogpt", "hf")
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 # Without a config file: GPT-2's width and vocabulary, cut in depth and length to what a CPU can do while one waits.
 DEFAULT_SHAPE = ["--n_layer=4", "--block_size=512", "--micro_batch_size=4", "--global_batch_size=4"]
 # Steps of this size load what a first step loads, libraries and thread pools, before memory is counted.
@@ -130,8 +132,7 @@ class NanoGPTRun:
                   {"params": [p for p in self.model.parameters() if p.ndim < 2], "weight_decay": 0.0}]
         fused = {"fused": True} if device.type == "cuda" else {}  # elsewhere the argument is not given at all
         self.optimizer = self.build_optimizer(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), **fused)
-        compiled = config.compile or (config.compile is None and device.type == "cuda")
-        self.forward = torch.compile(self.model) if compiled else self.model
+        self.forward = torch.compile(self.model) if common.compiles(config, device) else self.model
 
     def build_model(self, config: Config) -> nn.Module:
         return NanoGPT(config)
@@ -172,7 +173,7 @@ class OurRun(Run):
 
 
 class Arm:
-    """One of ARMS, built and ready to make steps on batches of uniform tokens: the cost does not depend on which they are."""
+    """One of PEERS or a preset, ready to make steps on batches of uniform tokens: the cost does not depend on which they are."""
 
     def __init__(self, name: str, config: Config, ranks: Ranks):
         self.name, self.device = name, ranks.device
@@ -208,16 +209,30 @@ def measure_memory(name: str, config: Config) -> int:
 
 
 def in_fresh_process(function: Callable[..., int], *arguments: Any) -> int:
-    """What `function` returns in a new process that gives freed memory back at once. It is a copy of one that has this module
-    and its torch loaded and has done nothing yet."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "torch._dynamo"])  # the first optimizer would load it, for seconds
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
+    """What `function` returns in a new process that gives freed memory back at once: a copy of one that has this module and its
+    torch loaded and has done nothing yet; where another has started a fork server here without MALLOC, one that loads them."""
+    before = {key: os.environ.get(key) for key in MALLOC}
+    os.environ.update(MALLOC)
     try:
-        with ProcessPoolExecutor(1, mp_context=context) as pool:
-            return pool.submit(function, *arguments).result()
+        for method in ("forkserver", "spawn"):
+            context = multiprocessing.get_context(method)
+            if method == "forkserver":
+                context.set_forkserver_preload([__name__, "torch._dynamo"])  # the first optimizer would load it, for seconds
+            with ProcessPoolExecutor(1, mp_context=context) as pool:
+                if pool.submit(_gives_memory_back).result():
+                    return pool.submit(function, *arguments).result()
+        raise RuntimeError(f"no process has {MALLOC} in its environment")
     finally:
-        del os.environ["MALLOC_MMAP_THRESHOLD_"]
+        for key, value in before.items():
+            if value is None:
+                del os.environ[key]
+            else:
+                os.environ[key] = value
+
+
+def _gives_memory_back() -> bool:
+    """Whether this process was started with MALLOC; a fork server's children have the server's environment."""
+    return MALLOC.items() <= os.environ.items()
 
 
 def _peak_memory(name: str, config: Config) -> int:
@@ -242,16 +257,73 @@ def process_status(key: str) -> int:
     return 1024 * int(next(line for line in lines if line.startswith(key + ":")).split()[1])
 
 
+def allow_compilations(n_arms: int) -> None:
+    """As many compiled forms of a block's code, which all arms share, as they need. Past its limit torch would go on uncompiled
+    and not say so: an error in place of that."""
+    torch._dynamo.config.recompile_limit = 8 * n_arms
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+
+
 def measure_time(names: list[str], config: Config, rounds: int) -> dict[str, list[float]]:
     """Milliseconds of each arm's step, round by round. All arms are in memory at once and take turns."""
     ranks = distributed.start(config)
+    allow_compilations(len(names))
     return take_turns({name: Arm(name, config, ranks) for name in names}, rounds)
+
+
+def measure_group(
+    configs: dict[str, Config], rounds: int, deadline: float = math.inf
+) -> tuple[dict[str, list[float]], dict[str, int], dict[str, str]]:
+    """Milliseconds of each round and peak bytes by label, and what failed of each that did. Arms are in memory at once and take
+    turns, for fewer rounds, but at least two, where all would end after `deadline` (time.monotonic). Everything that it makes
+    is gone when it returns."""
+    torch._dynamo.reset()
+    allow_compilations(len(configs))
+    built: dict[str, Arm] = {}
+    memory: dict[str, int] = {}
+    errors: dict[str, str] = {}
+    round_s = 0.0
+    for label, config in configs.items():
+        try:
+            built[label], memory[label], elapsed = _prepare(config)
+            round_s += elapsed / 1000
+        except Exception as error:  # torch's compiler and Triton raise whatever they like; the others are measured
+            errors[label] = brief(error)
+    if built and deadline < math.inf:
+        rounds = max(2, min(rounds, int((deadline - time.monotonic()) / round_s)))
+    times = take_turns(built, rounds, show=False, warm_up=0)
+    built.clear()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return times, memory, errors
+
+
+def _prepare(config: Config) -> tuple[Arm, int, float]:
+    """An arm that is warmed up, its peak bytes and milliseconds of its second step. On CUDA others may lie beside it."""
+    ranks = distributed.start(config)
+    on_gpu = ranks.device.type == "cuda"
+    others = torch.cuda.memory_allocated(ranks.device) if on_gpu else 0
+    arm = Arm(config.attention, config, ranks)
+    arm.step()  # compiles, and makes AdamW's state
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(ranks.device)
+    elapsed = arm.step()
+    if not on_gpu:
+        return arm, measure_memory(config.attention, config), elapsed
+    return arm, torch.cuda.max_memory_allocated(ranks.device) - others, elapsed
+
+
+def brief(error: BaseException) -> str:
+    """Type and first line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
 def estimate_minutes(config: Config, n_arms: int, rounds: int, device: torch.device) -> float:
     """How long it will take, roughly: a step is taken to run at half of the speed that a matrix product has here, a process to
     start in five seconds, and a compilation to take forty (it is done twice, the second time from the compiler's cache)."""
-    compiled = config.compile or (config.compile is None and device.type == "cuda")
+    compiled = common.compiles(config, device)
     flops = flops_per_token(config) * config.global_batch_size * config.block_size
     step_s = flops / (0.5 * matrix_product_speed(config, device))
     return n_arms * ((2 + WARM_UP_ROUNDS + rounds) * step_s + 5 + 60 * compiled) / 60
@@ -279,6 +351,13 @@ def flops_per_token(config: Config) -> int:
 # --- telling ----------------------------------------------------------------------------------------------------------------
 
 
+def pairs(names: list[str]) -> list[tuple[str, str]]:
+    """Whose ratios are told: sa's to its peers, every other preset's to sa and to the first of them."""
+    presets = [name for name in names if name not in (*PEERS, "sa")]
+    return ([("sa", name) for name in names if name in PEERS] + [(name, "sa") for name in presets]
+            + [(name, presets[0]) for name in presets[1:]])
+
+
 def summarize(times: dict[str, list[float]], memory: dict[str, int], config: Config, peak: float | None) -> dict[str, Any]:
     """Per arm: median and quartiles of the step, tokens/s, MFU, peak memory; per pair of arms: ratios. `peak` is the device's in
     FLOP/s, None where it is not known."""
@@ -288,21 +367,24 @@ def summarize(times: dict[str, list[float]], memory: dict[str, int], config: Con
         rate = config.global_batch_size * config.block_size / median * 1000
         arms[name] = {
             "step_ms": ms, "step_ms_quartiles": [low, median, high], "tokens_per_s": rate,
-            "mfu": rate * flops_per_token(config) / peak if peak else None, "peak_memory_bytes": memory[name],
+            "mfu": rate * flops_per_token(config.with_attention("sa" if name in PEERS else name)) / peak if peak else None,
+            "peak_memory_bytes": memory[name],
         }
-    for a, b in PAIRS:
-        if a in times and b in times:
-            low, median, high = quartiles([x / y for x, y in zip(times[a], times[b], strict=True)])
-            ratios[f"{a}/{b}"] = {"time": median, "time_quartiles": [low, median, high], "memory": memory[a] / memory[b]}
+    for a, b in pairs(list(times)):
+        if a not in times or b not in times:
+            continue
+        low, median, high = quartiles([x / y for x, y in zip(times[a], times[b], strict=True)])
+        ratios[f"{a}/{b}"] = {"time": median, "time_quartiles": [low, median, high], "memory": memory[a] / memory[b]}
     return {"arms": arms, "ratios": ratios}
 
 
 def table(result: dict[str, Any]) -> str:
-    lines = [f"{'arm':8}  {'ms/step':>9}  {'quartiles':>19}  {'tokens/s':>10}  {'MFU':>6}  {'peak memory':>11}"]
+    wide = max(8, *map(len, result["arms"]))
+    lines = [f"{'arm':{wide}}  {'ms/step':>9}  {'quartiles':>19}  {'tokens/s':>10}  {'MFU':>6}  {'peak memory':>11}"]
     for name, arm in result["arms"].items():
         low, median, high = arm["step_ms_quartiles"]
         mfu = "n/a" if arm["mfu"] is None else f"{arm['mfu']:.3f}"
-        lines.append(f"{name:8}  {median:9.1f}  {low:8.1f} - {high:8.1f}  {arm['tokens_per_s']:10,.0f}  {mfu:>6}  "
+        lines.append(f"{name:{wide}}  {median:9.1f}  {low:8.1f} - {high:8.1f}  {arm['tokens_per_s']:10,.0f}  {mfu:>6}  "
                      f"{arm['peak_memory_bytes'] / 2**20:7,.0f} MiB")
     for pair, ratio in result["ratios"].items():
         low, median, high = ratio["time_quartiles"]
@@ -342,13 +424,18 @@ def parse(argv: list[str], name: str = "step") -> tuple[argparse.Namespace, Conf
     parser.add_argument("--compare", default="nanogpt,xsa")
     own, rest = parser.parse_known_args(argv)
     common.check(own)
-    compared = own.compare.split(",")
-    if unknown := [name for name in compared if name not in ARMS or name == "sa"]:
-        raise InputError(f"--compare: wanted some of nanogpt, hf, xsa, found {unknown[0]!r}")
-    own.arms = [name for name in ARMS if name == "sa" or name in compared]
-    has_file = any(not argument.startswith("-") for argument in rest)
-    config = load(rest if has_file else DEFAULT_SHAPE + rest)
-    config.accumulation(1)
+    compared = list(dict.fromkeys(own.compare.split(",")))
+    if unknown := [name for name in compared if name not in (*PEERS, *PRESETS)]:
+        raise InputError(f"--compare: wanted some of {', '.join((*PEERS, *PRESETS))}, found {unknown[0]!r}")
+    own.arms = [*(name for name in PEERS if name in compared), "sa", *(name for name in compared if name not in (*PEERS, "sa"))]
+    if len(own.arms) < 2:
+        raise InputError("--compare: wanted something other than sa, which is measured in any case")
+    config = common.step_settings(rest, DEFAULT_SHAPE)
+    for name in own.arms:
+        try:
+            config.with_attention("sa" if name in PEERS else name)
+        except ValueError as error:
+            raise InputError(f"--compare: {name}: {error}") from None
     if own.arms[0] != "sa" and (config.n_kv_head != config.n_head or config.n_sink):
         raise InputError("NanoGPT and GPT-NeoX have neither n_kv_head nor n_sink: use --compare=xsa")
     if "hf" in compared:
@@ -356,8 +443,6 @@ def parse(argv: list[str], name: str = "step") -> tuple[argparse.Namespace, Conf
             raise InputError(f"head_dim: GPT-NeoX's is n_embd / n_head, found {config.head_dim}: use --compare without hf")
         if find_spec("transformers") is None:
             raise InputError("hf needs transformers: pip install transformers, or use --compare without hf")
-    if config.dtype == "float16":
-        raise InputError("dtype: wanted float32 or bfloat16, found float16: its loss scale skips steps")
     return own, config
 
 
@@ -369,8 +454,8 @@ def main(argv: list[str], name: str = "step") -> int:
     own, config = parse(argv, name)
     device = common.measurable(distributed.start(config).device)
     facts = environment(device)
-    compiled = config.compile or (config.compile is None and device.type == "cuda")
-    dtype = str(autocast_dtype(config.dtype, device) or torch.float32).removeprefix("torch.")
+    compiled = common.compiles(config, device)
+    dtype = common.dtype_name(config, device)
     minutes = estimate_minutes(config, len(own.arms), own.rounds, device)
     print(
         f"{', '.join(own.arms)} on {facts['hardware']['device']}, torch {torch.__version__}, {dtype}, "
