@@ -6,7 +6,9 @@
 #   bash scripts/gpu_check.sh [--out=DIR]              # needs a GPU with 90 GB and requirements.txt's torch, numpy, tqdm
 #   bash scripts/gpu_check.sh --presets [--out=DIR]    # in place of that every preset of attention at the 124M shape: compiled,
 #                                                      # compared with its definition, timed beside sa; at most eight minutes
-#   bash scripts/gpu_check.sh --cpu [--presets] [--out=DIR]    # the same commands at a size for two cores, to check this script
+#   bash scripts/gpu_check.sh --speed [--out=DIR]      # in place of that the paper's sizes with sa, xsa and gsxa, XSA's pass and
+#                                                      # the loss (scripts.bench sizes); at most nine minutes
+#   bash scripts/gpu_check.sh --cpu [--presets|--speed] [--out=DIR]    # the same at a size for two cores, to check this script
 #
 # PYTHON names the interpreter (default python). DIR (default out_gpu_check) must not exist yet; it gets every number as JSON, the
 # run, and results.md, a table for README.md, which is also printed. Exit status: 0 if everything ran and the training is right,
@@ -17,14 +19,14 @@ cd "$here/.."
 python=${PYTHON:-python}
 out=out_gpu_check
 on_cpu=false
-presets=false
+what=training
 for argument in "$@"; do
     case $argument in
         --cpu) on_cpu=true ;;
-        --presets) presets=true ;;
+        --presets | --speed) what=${argument#--} ;;
         --out=?*) out=${argument#--out=} ;;
         *)
-            echo "error: wanted --cpu, --presets or --out=DIR, found $argument" >&2
+            echo "error: wanted --cpu, --presets, --speed or --out=DIR, found $argument" >&2
             exit 2
             ;;
     esac
@@ -45,6 +47,7 @@ large=(config/1.4b.py --global_batch_size=32 --micro_batch_size=8 --rounds=10)
 training=(config/gpt2_124m.py --global_batch_size=32 --micro_batch_size=32 --eval_tokens=262144)
 each=(config/gpt2_124m.py --global_batch_size=16 --micro_batch_size=16 --rounds=8 --minutes=6.5)
 machine=(--device=cuda --dtype=bfloat16 --compile=True)
+speed=(--rounds=10)
 minutes="about six minutes on one H200"
 if $on_cpu; then
     tiny=(--n_layer=2 --n_embd=64 --n_head=2 --head_dim=32 --block_size=64 --vocab_size=512 --global_batch_size=8)
@@ -52,6 +55,7 @@ if $on_cpu; then
     large+=("${tiny[@]}" --micro_batch_size=4 --rounds=3)
     each+=("${tiny[@]}" --n_head=8 --head_dim=8 --micro_batch_size=4 --rounds=2)
     training+=("${tiny[@]}" --micro_batch_size=8 --eval_tokens=4096 --learning_rate=3e-3)
+    speed=(--rounds=2)
     machine=(--device=cpu)
     minutes="sizes cut for a CPU: about a minute"
 elif ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
@@ -59,7 +63,10 @@ elif ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
     exit 2
 fi
 mkdir -p "$out"
-if $presets; then
+if [ $what = speed ]; then
+    exec "$python" -m scripts.bench sizes "${speed[@]}" "${machine[@]}" --out="$out"
+fi
+if [ $what = presets ]; then
     status=0
     "$python" -m scripts.bench presets "${each[@]}" "${machine[@]}" --json="$out/presets.json" || status=$?
     [ ! -f "$out/presets.json.md" ] || mv "$out/presets.json.md" "$out/results.md"

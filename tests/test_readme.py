@@ -76,6 +76,8 @@ def cut(command: str) -> str:
         return f"{command} --rounds=2 --prompt=8 --new=8 --n_layer=1 --n_head=4 --n_embd=64 --vocab_size=500"
     if "eval.bias" in command:
         return f"{command} --sequences=16"
+    if "bench compare" in command:
+        return command
     if "bench presets" in command:
         command += " --presets=softcap,gsxa"
     if "scripts.bench" in command:
