@@ -88,25 +88,27 @@ class ExclusiveProjection(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y: Tensor, v: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(y, v, weight)
-        return _project(exclusion(y, v), weight, bias)
+        return _project(exclude(y, v).transpose(1, 2).flatten(2), weight, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout: Tensor):
         y, v, weight = ctx.saved_tensors
-        dy, dv, z = exclusion_backward(y, v, dout @ weight.to(dout.dtype))
+        dy, dv, z = exclude_backward(y, v, dout @ weight.to(dout.dtype))
         return dy, dv, *_project_backward(dout, z, weight, ctx.needs_input_grad[3])
 
 
-def exclusion(y: Tensor, v: Tensor) -> Tensor:
-    """ExclusiveProjection's z, (B, T, H*d)."""
+def exclude(y: Tensor, v: Tensor, strength: Tensor | None = None) -> Tensor:
+    """XSA without the output projection: y - strength (y.v) / ||v||^2 v, (B, H, T, d), strength (H,) being 1 where it is None."""
     y5, v5 = _by_group(y, v.shape[1]), _by_group(v, v.shape[1])
     a = (y5 * v5).sum(-1, keepdim=True) * _inverse_square(v5)
-    return _by_token(torch.addcmul(y5, a, v5, value=-1), y.dtype)
+    if strength is not None:
+        a = strength.view(v.shape[1], -1, 1) * a
+    return torch.addcmul(y5, a, v5, value=-1).flatten(2, 3).transpose(1, 2).to(y.dtype)
 
 
-def exclusion_backward(y: Tensor, v: Tensor, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of exclusion's y and v from that of z, dz (B, T, H*d); and z again.
+def exclude_backward(y: Tensor, v: Tensor, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of y and v from that of z = exclude(y, v), dz (B, T, H*d); and z again, in dz's shape.
 
     With a = y.v/||v||^2 and b = -dz.v/||v||^2 the product rule gives dy = dz + b v and dv = b y - a dz - 2ab v, which is
     b z - a dy; a kv head gathers dv from its group."""
@@ -118,7 +120,7 @@ def exclusion_backward(y: Tensor, v: Tensor, dz: Tensor) -> tuple[Tensor, Tensor
     dy = torch.addcmul(dz5, b, v5)
     dv = torch.addcmul(b * z, a, dy, value=-1)
     dv = dv.sum(3) if dv.shape[3] > 1 else dv.squeeze(3)
-    return dy.flatten(2, 3).transpose(1, 2).to(y.dtype), dv.transpose(1, 2).to(v.dtype), _by_token(z, y.dtype)
+    return dy.flatten(2, 3).transpose(1, 2).to(y.dtype), dv.transpose(1, 2).to(v.dtype), z.to(y.dtype).flatten(2)
 
 
 class GELUProjection(torch.autograd.Function):
@@ -156,24 +158,10 @@ def _by_group(x: Tensor, n_kv_head: int) -> Tensor:
     return x.transpose(1, 2).unflatten(2, (n_kv_head, -1)).to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _by_token(z: Tensor, dtype: torch.dtype) -> Tensor:
-    """(B, T, K, G, d) -> (B, T, H*d)."""
-    return z.to(dtype).flatten(2)
-
-
 def _inverse_square(v: Tensor) -> Tensor:
     """1 / ||v||^2 over the last dimension, which stays with size 1; 0 where v is zero or so small that this would overflow."""
     square = (v * v).sum(-1, keepdim=True)
     return square.masked_fill(square < torch.finfo(v.dtype).tiny, math.inf).reciprocal()
-
-
-def exclude(y: Tensor, v: Tensor, strength: Tensor | None) -> Tensor:
-    """XSA without the output projection: y - strength (y.v) / ||v||^2 v, (B, H, T, d), strength (H,) being 1 where it is None."""
-    y5, v5 = _by_group(y, v.shape[1]), _by_group(v, v.shape[1])
-    a = (y5 * v5).sum(-1, keepdim=True) * _inverse_square(v5)
-    if strength is not None:
-        a = strength.view(v.shape[1], -1, 1) * a
-    return torch.addcmul(y5, a, v5, value=-1).flatten(2, 3).transpose(1, 2).to(y.dtype)
 
 
 class ChunkLoss(nn.Module):

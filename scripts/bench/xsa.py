@@ -9,7 +9,7 @@ device, dtype and seed count. Flags of its own:
     --rounds=N       timed rounds (default 10); in each every arm makes its calls, in an order that changes from round to round
     --json=FILE      also write every measurement, with versions and hardware
 
-The pass is model.exclusion, which reads y and v and writes z, and model.exclusion_backward, which reads y, v and dz and writes
+The pass is model.exclude, which reads y and v and writes z, and model.exclude_backward, which reads y, v and dz and writes
 dy, dv and z: these bytes, each tensor once, are needed. Moved are, eager, the inputs and outputs of every operator but views
 (what leaves the processor's registers, whether or not its caches absorb it), compiled, what the kernels that torch.compile
 generates read and write, by its own account. GB/s are of the bytes needed.
@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 import distributed
 from checkpoint import write_aside
 from configurator import Config, as_dict
-from model import exclusion, exclusion_backward
+from model import exclude, exclude_backward
 from scripts.bench import common
 from scripts.bench.common import milliseconds, quartiles, take_turns, verdict
 from tracker import environment
@@ -127,7 +127,7 @@ def measure(config: Config, rounds: int, device: torch.device) -> dict[str, Any]
     """By form (eager, compiled) and direction bytes moved and needed, milliseconds and GB/s; and a copy's GB/s."""
     calls = CALLS[device.type]
     y, v, dz = make_inputs(config, device)
-    eager: dict[str, Call] = {"forward": lambda: exclusion(y, v), "backward": lambda: exclusion_backward(y, v, dz)}
+    eager: dict[str, Call] = {"forward": lambda: exclude(y, v), "backward": lambda: exclude_backward(y, v, dz)}
     itemsize = (autocast_dtype(config.dtype, device) or torch.float32).itemsize
     source = torch.zeros(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
