@@ -14,6 +14,7 @@ import distributed
 import train
 from command_line import InputError
 from configurator import load
+from model import GPT
 from scripts import plan
 from tests.faults.driver import ROOT, Fault, Job, free_port, run
 from tests.test_train import SMALL, curve, dataset, metrics  # noqa: F401 - a fixture
@@ -82,6 +83,8 @@ def test_checkpoint_is_that_of_ddp(three):
         assert type(value) is torch.Tensor and value.dtype == theirs[name].dtype, name
         assert value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes, name  # no more than itself in the file
         assert torch.allclose(value, theirs[name], rtol=1e-3, atol=1e-5), name
+    model = GPT.from_checkpoint(max((three / "fsdp").glob("ckpt_*.pt")))
+    assert all(torch.equal(p, fsdp["model"][name]) for name, p in model.named_parameters())
     differ = {key for key in ddp if key not in ("model", "optimizer") and not same(ddp[key], fsdp[key])}
     assert differ <= {"config", "best_val_loss"}
     assert {key for key in ddp["config"] if ddp["config"][key] != fsdp["config"][key]} == {"parallel", "out_dir"}
