@@ -53,13 +53,13 @@ def test_arms_share_memory_where_that_leaves_half_of_the_micro_batch(monkeypatch
 
 
 def test_a_process_of_its_own():
-    soon = time.monotonic() + 60
+    soon = time.monotonic() + 300
     assert bench.apart(len, "abc", deadline=soon) == 3
     assert bench.apart(int, "x", deadline=soon)["failed"].startswith("ValueError: invalid literal")
     assert bench.apart(os._exit, 3, deadline=soon) == {"failed": "its process ended with exit code 3"}
     start = time.monotonic()
     assert bench.apart(time.sleep, 60, deadline=start + 1) == {"failed": "no time left"}
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 50
 
 
 class Now:
@@ -112,7 +112,6 @@ def test_half_of_the_micro_batch_where_memory_runs_out_and_what_fails_is_named(w
 def test_what_there_is_no_time_for_is_named_and_what_is_done_is_kept(work, tmp_path, monkeypatch):
     made, _ = work(fits=99)
     monkeypatch.setattr(made, "deadline", time.monotonic() + made.seconds("1.4B") + 1)
-    monkeypatch.setattr(bench.Measurement, "compile", lambda made: made.record.update(compiling={"seconds": 0.0}))
     original, written = bench.Measurement.write, []
     monkeypatch.setattr(bench.Measurement, "write", lambda made: (original(made), written.append(made.text())))
     made.run()

@@ -61,7 +61,7 @@ COMPILERS = 6  # processes at a time
 COMPILE_SHARE = 0.4  # of the minutes, at most
 START_SECONDS, TRACE_SECONDS, COMPILE_SECONDS = 12.0, 6.0, 30.0  # of a process; of an arm from the compiler's cache, and without
 FEWEST_ROUNDS = 3
-NO_TIME = "no time left"
+NO_TIME, NO_ROOM = "no time left", "memory is too small for two arms"
 
 
 # --- what to measure --------------------------------------------------------------------------------------------------------
@@ -194,11 +194,14 @@ class Measurement:
         self.record: dict[str, Any] = {"sizes": {}, "failed": {}, "rounds": own.rounds, "compiled": self.compiled,
                                        "dtype": common.dtype_name(configs["1.4B"], device), "config": as_dict(configs["1.4B"]),
                                        **self.facts}
+        arms = [arm for found in self.groups.values() for group in found for arm in group.values()] if self.compiled else []
+        self.to_compile = list({json.dumps(as_dict(arm)): arm for arm in arms}.values())  # each once
+        self.compilers = max(1, min(COMPILERS, (os.cpu_count() or 1) // 2))
         self.failed: dict[str, str] = self.record["failed"]
         self.done: set[str] = set()
         for name, found in self.groups.items():
             if not found:
-                self.failed[name] = "memory is too small for two arms"
+                self.failed[name] = NO_ROOM
 
     def parts(self) -> list[str]:
         """All that is to be measured, in order."""
@@ -218,7 +221,9 @@ class Measurement:
         return START_SECONDS + len(group) * (TRACE_SECONDS * self.compiled + (2 + rounds) * step_s)
 
     def run(self) -> None:
-        self.compile()
+        self.record["compiling"] = {"seconds": 0.0, "arms": []}
+        if self.to_compile:
+            self.compile()
         for part in tqdm(self.parts(), desc="parts", disable=None):
             if part not in self.failed and time.monotonic() + self.seconds(part) > self.deadline:
                 self.failed[part] = NO_TIME
@@ -229,23 +234,20 @@ class Measurement:
 
     def compile(self) -> None:
         """All arms' code, side by side. What fails or takes too long here is compiled, and fails, where it is measured."""
-        arms = [arm for found in self.groups.values() for group in found for arm in group.values()] if self.compiled else []
-        distinct = list({json.dumps(as_dict(arm)): arm for arm in arms}.values())
-        workers = max(1, min(COMPILERS, (os.cpu_count() or 1) // 2))
-        deadline = self.start + 60 * COMPILE_SHARE * self.own.minutes
-        threads = os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(2, 2 * (os.cpu_count() or 1) // workers)))
-        with ThreadPoolExecutor(workers) as pool, tqdm(total=len(distinct), desc="compiling", disable=None) as bar:
+        start = time.monotonic()
+        deadline = start + 60 * COMPILE_SHARE * self.own.minutes
+        # Each process would by itself have as many helpers as there are cores; the variable is no part of the cache's keys.
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(2, 2 * (os.cpu_count() or 1) // self.compilers)))
+        with ThreadPoolExecutor(self.compilers) as pool, tqdm(total=len(self.to_compile), desc="compiling", disable=None) as bar:
             def one(config: Config) -> Any:
                 found = apart(compile_ahead, config, deadline=deadline) if time.monotonic() < deadline else {"failed": NO_TIME}
                 bar.update()
                 return found
 
-            found = list(pool.map(one, distinct))
+            found = list(pool.map(one, self.to_compile))
         told = ("attention", "n_embd", "block_size", "micro_batch_size")
-        self.record["compiling"] = {
-            "seconds": time.monotonic() - self.start, "processes": workers, "threads": threads,
-            "arms": [{key: getattr(arm, key) for key in told} | result for arm, result in zip(distinct, found, strict=True)],
-        }
+        self.record["compiling"] = {"seconds": time.monotonic() - start, "arms": [
+            {key: getattr(arm, key) for key in told} | result for arm, result in zip(self.to_compile, found, strict=True)]}
 
     def measure_size(self, name: str) -> None:
         """Every group of a size; again with half of the micro-batch where memory runs out."""
@@ -352,7 +354,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Config], torch
 
 
 def main(argv: list[str]) -> int:
-    """Runs the benchmark; 1 where a part fails for another reason than time. Raises InputError."""
+    """Runs the benchmark; 1 where a part fails for another reason than time or memory. Raises InputError."""
     if "--help" in argv or "-h" in argv:
         print(__doc__)
         return 0
@@ -361,7 +363,7 @@ def main(argv: list[str]) -> int:
     work = Measurement(own, configs, device, matrix_product_speed(first, device))
     print(f"{', '.join(ARMS)} on {work.facts['hardware']['device']}, torch {torch.__version__}, {work.record['dtype']}, "
           f"{'compiled' if work.compiled else 'eager'}, into {own.out}", flush=True)
-    total = 60 * COMPILE_SHARE * own.minutes / 2 if work.compiled else 0.0
+    total = math.ceil(len(work.to_compile) / work.compilers) * (START_SECONDS + COMPILE_SECONDS)
     for part in work.parts():
         total += work.seconds(part, own.rounds)
         shape = ""
@@ -374,4 +376,4 @@ def main(argv: list[str]) -> int:
     print(f"about {total / 60:.1f} minutes, compiling included; at most {own.minutes:g}", flush=True)
     work.run()
     print(work.text())
-    return int(any(reason != NO_TIME for reason in work.failed.values()))
+    return int(any(reason not in (NO_TIME, NO_ROOM) for reason in work.failed.values()))
