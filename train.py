@@ -250,7 +250,8 @@ class Run:
         if path is None:
             return None
         try:
-            state = checkpoint.load(path)
+            # Mapped, the ranks of a node share the file's pages; what stays on a CPU is copied out of the file at once.
+            state = checkpoint.load(path, mmap=self.device.type != "cpu")
             checkpoint.check(path, state, config, self.data.fingerprint)
         except Exception as error:
             fault = error
