@@ -217,7 +217,7 @@ def attention_text(config: GPTConfig) -> str:
         flops = gpt.flops_per_token() / plain.flops_per_token()
         cache = gpt.kv_cache_bytes_per_token() / plain.kv_cache_bytes_per_token()
         lines.append(f"{label}  {count(gpt) - count(plain):+13,}  {flops:6.3f}  {cache:8.3f}  {preset.line}")
-    lines += ["", "FLOPs and KV cache: a share of plain attention's. Explicit switches win, as in --attention=gsxa --gate=off."]
+    lines += ["", "FLOPs and KV cache: a share of the first row's. Explicit switches win, as in --attention=gsxa --gate=off."]
     return "\n".join(lines)
 
 

@@ -280,6 +280,7 @@ class CausalSelfAttention(nn.Module):
 
         self.softmax, self.differential = config.softmax, config.differential
         self.most_seen = min(self.window or self.longest, self.longest)
+        self.explicit = bool(self.softcap) or self.softmax == "sigmoid"  # weights that no fused kernel knows of
         if self.softmax == "ssmax":  # at the start the factor's mean over a sequence is 1
             mean_log = sum(math.log(min(t, self.most_seen)) for t in range(1, self.longest + 1)) / self.longest
             self.ssmax = self._learned("ssmax", H, 1 / (mean_log or 1.0))
@@ -394,7 +395,7 @@ class CausalSelfAttention(nn.Module):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         if isinstance(mask, BlockMask):
             return self._flex(q, k, v, mask)
-        if self.softcap or self.softmax == "sigmoid":
+        if self.explicit:
             return self._explicit(q, k, v)
         return self._sdpa(q, k, v, mask)
 
@@ -460,11 +461,10 @@ class CausalSelfAttention(nn.Module):
     def path(self, T: int, device: torch.device) -> Literal["sdpa", "masked", "flex", "explicit"]:
         """How `attend` computes sequences of T. FlexAttention serves training's length alone: each length is compiled anew, and
         past torch's limit it would silently run uncompiled."""
-        beyond_softmax = bool(self.softcap) or self.softmax == "sigmoid"
         windowed = 0 < self.window < T
         if device.type == "cuda" and T == self.longest and not self.dropout:
-            return "flex" if beyond_softmax or windowed or self.softmax == "sink" else "sdpa"
-        return "explicit" if beyond_softmax else "masked" if windowed else "sdpa"
+            return "flex" if self.explicit or windowed or self.softmax == "sink" else "sdpa"
+        return "explicit" if self.explicit else "masked" if windowed else "sdpa"
 
     def mask(self, T: int, device: torch.device) -> Mask:
         """What `attend` takes for sequences of T; the same for layers with the same window. Not for compiled code."""

@@ -104,7 +104,7 @@ class GPTConfig:
     position: Annotated[str | None, "rope, nope, or letters r and n repeated over the layers, as rrrn"] = None
     # Stage 2, scores
     logit_softcap: Annotated[float | None, "c tanh(s / c) of every logit s, SSMax's factor included; 0: off"] = None
-    window: Annotated[int | None, "keys that a query sees, its own position among them; 0: all"] = None
+    window: Annotated[int | None, "keys that a query sees, its own position among them, sinks too only so far; 0: all"] = None
     window_pattern: Annotated[str | None, "letters w (window) and f (full) repeated over the layers"] = None
     # Stage 3, softmax
     softmax: Annotated[Softmax | None, "what makes weights of logits"] = None
@@ -148,6 +148,8 @@ class GPTConfig:
         require(self.head_dim <= 2**24, "head_dim", "at most 2**24")
         for key in ("qk_clip", "logit_softcap", "window"):
             require(0 <= getattr(self, key) < math.inf, key, "finite and above 0, or 0 for off")
+        in_range = self.logit_softcap == 0 or 1e-3 <= self.logit_softcap <= 1e9  # beyond, fp32 has no s / c or no c tanh
+        require(in_range, "logit_softcap", "from 1e-3 to 1e9, or 0 for off")
         for key, kind in (("softmax", Softmax), ("exclusive", Exclusive), ("gate", Gate)):
             require(getattr(self, key) in get_args(kind), key, "one of " + ", ".join(get_args(kind)))
         if self.position not in ("rope", "nope"):
@@ -159,9 +161,10 @@ class GPTConfig:
             require(not off or pattern == preset[key], of, f"on where {key}={pattern} is given")
             used = any(letter(pattern, layer) == on for layer in range(self.n_layer))
             require(off or used or pattern == preset[key], key, f"one with {on!r} for some of {self.n_layer} layers")
-        if self.window == 1:
-            require(self.exclusive == "off", "window", "at least 2 with exclusive: the own value is all that one key gives")
-            require(self.softmax != "ssmax", "window", "at least 2 with ssmax, whose factor is 0 for one key")
+        if 1 in (self.window, self.block_size + self.n_sink):
+            key = "window" if self.window == 1 else "block_size"
+            require(self.exclusive == "off", key, "at least 2 with exclusive: the own value is all that one key gives")
+            require(self.softmax != "ssmax", key, "at least 2 with ssmax, whose factor is 0 for one key")
         if self.differential:
             require(self.n_head % 2 == 0, "n_head", "even with differential, which takes heads in pairs")
             require(self.n_kv_head % 2 == 0, "n_kv_head", "even with differential, which takes heads in pairs")

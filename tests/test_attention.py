@@ -537,17 +537,23 @@ def test_explicit_rows_keep_no_logits(name):
 
 
 @each_preset
-def test_path_by_device(name):
-    model = GPT(GPTConfig(**TINY, attention=name), seed=0)
-    cpu, cuda = (model.attention_path(torch.device(kind)) for kind in ("cpu", "cuda"))
-    switches = PRESETS[name].switches
-    flex = "logit_softcap" in switches or "window" in switches or switches.get("softmax") in ("sigmoid", "sink")
-    assert ("FlexAttention" in cuda) == flex and "FlexAttention" not in cpu
-    assert ("explicit" in cpu) == ("logit_softcap" in switches or switches.get("softmax") == "sigmoid")
-    attn = model.h[0].attn
-    assert attn.path(7, torch.device("cuda")) != "flex"  # another length would be compiled anew
-    attn.dropout = 0.1
-    assert attn.path(16, torch.device("cuda")) != "flex"  # which has no dropout
+def test_path_names_what_runs(name, monkeypatch):
+    """On a CPU; on a GPU FlexAttention takes what a CPU needs more than plain fused attention for, and sinks."""
+    model, cpu, cuda = GPT(GPTConfig(**TINY, attention=name), seed=0), torch.device("cpu"), torch.device("cuda")
+    ran: list[str] = []
+    explicit, sdpa = CausalSelfAttention._explicit, CausalSelfAttention._sdpa
+    monkeypatch.setattr(CausalSelfAttention, "_explicit", lambda self, *a: (ran.append("explicit"), explicit(self, *a))[1])
+    monkeypatch.setattr(CausalSelfAttention, "_sdpa", lambda self, *a: (
+        ran.append("sdpa" if a[3] is None else "masked"), sdpa(self, *a))[1])
+    model(torch.zeros(1, 16, dtype=torch.long))
+    maps = model.h[0].attn.maps  # each of which is applied twice, to halves of the values
+    assert ran == [block.attn.path(16, cpu) for block in model.h for _ in range(maps)]
+    for block in model.h:
+        attn = block.attn
+        assert (attn.path(16, cuda) == "flex") == (attn.path(16, cpu) != "sdpa" or attn.softmax == "sink")
+        assert attn.path(7, cuda) != "flex"  # another length would be compiled anew
+        attn.dropout = 0.1
+        assert attn.path(16, cuda) != "flex"  # which has no dropout
 
 
 def test_dropout_drops_weights_in_every_form():
