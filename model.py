@@ -280,7 +280,6 @@ class CausalSelfAttention(nn.Module):
 
         self.softmax, self.differential = config.softmax, config.differential
         self.most_seen = min(self.window or self.longest, self.longest)
-        self.explicit = bool(self.softcap) or self.softmax == "sigmoid"  # weights that no fused kernel knows of
         if self.softmax == "ssmax":  # at the start the factor's mean over a sequence is 1
             mean_log = sum(math.log(min(t, self.most_seen)) for t in range(1, self.longest + 1)) / self.longest
             self.ssmax = self._learned("ssmax", H, 1 / (mean_log or 1.0))
@@ -303,6 +302,11 @@ class CausalSelfAttention(nn.Module):
     def maps(self) -> int:
         """Softmax maps to a head of the output; with two, there are half as many output heads and kv values, twice as wide."""
         return 2 if self.differential else 1
+
+    @property
+    def explicit(self) -> bool:
+        """Whether the weights are such that no fused kernel knows of them, FlexAttention apart."""
+        return bool(self.softcap) or self.softmax == "sigmoid"
 
     def _learned(self, name: str, size: int, mean: float, std: float = 0.0) -> nn.Parameter:
         self.starts[name] = (mean, std)

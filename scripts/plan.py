@@ -22,7 +22,6 @@ the fused attention, which keeps the same but for a copy of the output under sig
 """
 
 import json
-import os
 import statistics
 import sys
 import time
@@ -42,6 +41,7 @@ from checkpoint import write_aside
 from command_line import ArgumentParser, InputError
 from configurator import Config, as_dict, load
 from model import GPT, loss_rows
+from scripts.bench.memory import TINY_SHAPE, in_fresh_process, process_status
 from tracker import GPUS, peak_flops
 from train import autocast_dtype, configure_optimizer
 
@@ -299,33 +299,40 @@ def check_machine(gpu: str, n_gpus: int, mfu: float) -> str:
 def measure(config: Config) -> dict[str, Any]:
     """Peak bytes of three training steps of two micro-steps each on this machine, the prediction, and seconds per micro-step.
 
-    On CUDA the bytes are torch's max_memory_allocated; on CPU the process's largest resident set less that before the model
-    is built, so the process should be a fresh one. glibc keeps freed blocks that are smaller than a threshold which grows as
-    it goes: MALLOC_MMAP_THRESHOLD_=65536 in the environment keeps it from doing so. Raises InputError for other devices."""
+    On CUDA the bytes are torch's max_memory_allocated; on CPU scripts.bench.memory's. Raises InputError for other devices."""
     device = torch.device(config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
-    on_gpu = device.type == "cuda"
-    if device.type not in ("cpu", "cuda") or (on_gpu and not torch.cuda.is_available()):
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
         raise InputError(f"--measure: wanted device=cpu or a GPU that is there, found {device}")
-    if not on_gpu and not Path("/proc/self/status").exists():
+    if device.type == "cpu" and not Path("/proc/self/status").exists():
         raise InputError("--measure: peak memory on CPU is read from /proc, which this system does not have")
     dtype = autocast_dtype(config.dtype, device)
     config = replace(config, dtype="float32" if dtype is None else "bfloat16")
-    small = {"n_layer": 1, "n_head": 2, "n_kv_head": 2, "n_embd": 32, "head_dim": 32, "vocab_size": 64, "block_size": 16}
-    _steps(replace(config, **small), device, dtype)  # loads what a first step loads: libraries, thread pools
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device) if on_gpu else _status("VmRSS")
-    seconds = _steps(config, device, dtype)
-    after = torch.cuda.max_memory_allocated(device) if on_gpu else _status("VmHWM")
+    of = (config, device, dtype)
+    peak_bytes, seconds = _peak_on_gpu(*of) if device.type == "cuda" else in_fresh_process(_peak_on_cpu, *of)
     memory = rehearse(config, config.micro_batch_size, device.type)
     tokens = config.micro_batch_size * config.block_size
-    peak = peak_flops(torch.cuda.get_device_name(device)) if on_gpu else None
+    peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     flops_per_s = _on_meta(config).flops_per_token() * tokens / seconds
     return {
-        "device": str(device), "dtype": config.dtype, "peak_bytes": after - before, "predicted_bytes": memory.total,
+        "device": str(device), "dtype": config.dtype, "peak_bytes": peak_bytes, "predicted_bytes": memory.total,
         "predicted": asdict(memory), "micro_step_s": seconds, "tokens_per_s": tokens / seconds,
         "mfu": flops_per_s / peak if peak else None,
     }
+
+
+def _peak_on_gpu(config: Config, device: torch.device, dtype: torch.dtype | None) -> tuple[int, float]:
+    _steps(replace(config, **TINY_SHAPE), device, dtype)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    seconds = _steps(config, device, dtype)
+    return torch.cuda.max_memory_allocated(device) - before, seconds
+
+
+def _peak_on_cpu(config: Config, device: torch.device, dtype: torch.dtype | None) -> tuple[int, float]:
+    _steps(replace(config, **TINY_SHAPE), device, dtype)
+    before = process_status("VmRSS")
+    seconds = _steps(config, device, dtype)
+    return process_status("VmHWM") - before, seconds
 
 
 def _steps(config: Config, device: torch.device, dtype: torch.dtype | None) -> float:
@@ -349,11 +356,6 @@ def _steps(config: Config, device: torch.device, dtype: torch.dtype | None) -> f
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     return seconds
-
-
-def _status(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(key + ":")).split()[1])
 
 
 # --- telling ----------------------------------------------------------------------------------------------------------------
@@ -487,7 +489,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    if "--measure" in sys.argv and "MALLOC_MMAP_THRESHOLD_" not in os.environ:  # see measure(); read when a process starts
-        os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
-        os.execv(sys.executable, [sys.executable, "-m", "scripts.plan", *sys.argv[1:]])
     sys.exit(main(sys.argv[1:]))

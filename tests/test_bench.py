@@ -191,7 +191,7 @@ def test_memory_is_given_back_whatever_fork_server_there_was(monkeypatch):
     """One that another has started, without malloc's setting, is not taken."""
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "7")
     program = ("import multiprocessing, os\n"
-               "from scripts.bench.step import _gives_memory_back, in_fresh_process\n"
+               "from scripts.bench.memory import _gives_memory_back, in_fresh_process\n"
                "if __name__ == '__main__':\n"
                "    with multiprocessing.get_context('forkserver').Pool(1) as pool:\n"
                "        assert not pool.apply(_gives_memory_back)\n"

@@ -48,7 +48,8 @@ from model import GPT, rope_table
 from presets import PRESETS, preset_switches
 from scripts.bench import common
 from scripts.bench.common import WARM_UP_ROUNDS, quartiles, synchronize, take_turns, verdict
-from scripts.bench.step import TINY_SHAPE, flops_per_token, in_fresh_process, matrix_product_speed, process_status
+from scripts.bench.memory import TINY_SHAPE, in_fresh_process, process_status
+from scripts.bench.step import flops_per_token, matrix_product_speed
 from scripts.compare import BASELINE_COLOUR, COLOURS, STYLE, pyplot, save_picture
 from tracker import environment
 from train import autocast_dtype

@@ -42,7 +42,7 @@ from configurator import Config, as_dict
 from model import IGNORE, ChunkLoss, LinearCrossEntropy, linear_cross_entropy, loss_rows
 from scripts.bench import common
 from scripts.bench.common import milliseconds, quartiles, take_turns
-from scripts.bench.step import TINY_SHAPE, in_fresh_process, process_status
+from scripts.bench.memory import TINY_SHAPE, in_fresh_process, process_status
 from tracker import environment
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -22,15 +22,11 @@ import gc
 import itertools
 import json
 import math
-import multiprocessing
-import os
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,16 +44,13 @@ from model import GPT, IGNORE
 from presets import PRESETS
 from scripts.bench import common
 from scripts.bench.common import WARM_UP_ROUNDS, quartiles, synchronize, take_turns, verdict
+from scripts.bench.memory import TINY_SHAPE, in_fresh_process, process_status
 from tracker import environment, peak_flops
 from train import Run, autocast_dtype
 
 PEERS = ("nanogpt", "hf")
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 # Without a config file: GPT-2's width and vocabulary, cut in depth and length to what a CPU can do while one waits.
 DEFAULT_SHAPE = ["--n_layer=4", "--block_size=512", "--micro_batch_size=4", "--global_batch_size=4"]
-# Steps of this size load what a first step loads, libraries and thread pools, before memory is counted.
-TINY_SHAPE = {"n_layer": 1, "n_head": 2, "n_kv_head": 2, "n_embd": 32, "head_dim": 32, "vocab_size": 64, "block_size": 16,
-              "micro_batch_size": 1, "global_batch_size": 1, "compile": False}
 
 Batch = tuple[Tensor, Tensor]
 
@@ -208,33 +201,6 @@ def measure_memory(name: str, config: Config) -> int:
     return in_fresh_process(_peak_memory, name, config)
 
 
-def in_fresh_process(function: Callable[..., int], *arguments: Any) -> int:
-    """What `function` returns in a new process that gives freed memory back at once: a copy of one that has this module and its
-    torch loaded and has done nothing yet; where another has started a fork server here without MALLOC, one that loads them."""
-    before = {key: os.environ.get(key) for key in MALLOC}
-    os.environ.update(MALLOC)
-    try:
-        for method in ("forkserver", "spawn"):
-            context = multiprocessing.get_context(method)
-            if method == "forkserver":
-                context.set_forkserver_preload([__name__, "torch._dynamo"])  # the first optimizer would load it, for seconds
-            with ProcessPoolExecutor(1, mp_context=context) as pool:
-                if pool.submit(_gives_memory_back).result():
-                    return pool.submit(function, *arguments).result()
-        raise RuntimeError(f"no process has {MALLOC} in its environment")
-    finally:
-        for key, value in before.items():
-            if value is None:
-                del os.environ[key]
-            else:
-                os.environ[key] = value
-
-
-def _gives_memory_back() -> bool:
-    """Whether this process was started with MALLOC; a fork server's children have the server's environment."""
-    return MALLOC.items() <= os.environ.items()
-
-
 def _peak_memory(name: str, config: Config) -> int:
     ranks = distributed.start(config)
     if ranks.device.type == "cuda":
@@ -249,12 +215,6 @@ def _peak_memory(name: str, config: Config) -> int:
     arm.step()
     arm.step()
     return process_status("VmHWM") - before
-
-
-def process_status(key: str) -> int:
-    """Bytes. Not getrusage: its maximum has the parent's memory in it, from between fork and exec."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(key + ":")).split()[1])
 
 
 def allow_compilations(n_arms: int) -> None:
