@@ -16,17 +16,17 @@ from typing import Any
 from urllib.parse import quote
 
 from command_line import InputError, StopRequest
-from data.shards import open_dataset
 from scripts.compare import FINAL_SHARE, markdown, save_text
 from scripts.experiments import Cell, Experiment
 from scripts.figures import Gap, Gaps, Point, baseline_of, draw_curves, draw_final, final_loss
-from scripts.launch import Wanted, execute, last_words
-from scripts.runs import Run, State, read_run
+from scripts.launch import Wanted, data_fingerprint, execute, last_words
+from scripts.runs import Run, State, data_seen, other_data, read_run
 
 SPLITS = ("train", "val")
 CPU_FLOPS = 1e15  # hours: an evaluation of more than that is not begun on a CPU
 TINY_NOTE = ("Scale tiny: models thousands of times too small, trained for seconds. It shows that command and picture "
              "work; no difference here says anything of a method.")
+DECIDE_TOKENS = ("dataset", "sampling", "block_size", "global_batch_size")  # of a step, and the seed
 AGREE = 2e-3  # nats between a checkpoint's loss on the validation windows and what its run has logged, for rounding
 
 
@@ -76,6 +76,16 @@ class Collector:
         names = dict.fromkeys(cell.run.name for cell in self.cells)
         states = [(name, self.wanted[name].state) for name in names]
         return [f"**{state.kind.capitalize()}:** `{name}`, {state.text}.  " for name, state in states if state.kind != "finished"]
+
+    def data_warnings(self) -> list[str]:
+        """Of runs that are to be compared and were not trained on the same data, or not in the same order."""
+        kinds = ("finished", "unfinished") if self.experiment.figure == "curves" else ("finished",)
+        runs = [run for point in self.points(kinds) for run in point.runs.values()]
+        alike: dict[tuple[Any, ...], list[Run]] = {}
+        for run in runs:
+            alike.setdefault(tuple(run.config.get(key) for key in DECIDE_TOKENS), []).append(run)
+        found = other_data((run.folder, run.info) for run in runs)
+        return found + [warning for group in alike.values() for warning in data_seen(group)[1]]
 
     # --- figures 3 to 6 -----------------------------------------------------------------------------------------------------
 
@@ -175,7 +185,7 @@ class Collector:
         folder = self.out / self.experiment.name
         argv = ["-m", "eval.bias", *(str(run.folder) for run in runs), f"--out={folder}"]
         given = [text.removeprefix("--dataset=") for text in self.experiment.arguments if text.startswith("--dataset=")]
-        data = {dataset: _fingerprint(dataset) for dataset in given or [run.config["dataset"] for run in runs]}
+        data = {dataset: data_fingerprint(dataset) for dataset in given or [run.config["dataset"] for run in runs]}
         return self._by_command([argv], ["bias.json", "bias.png"], runs, data)
 
     def block(self) -> Made:
@@ -267,13 +277,6 @@ def _as_typed(argv: list[str]) -> str:
     return f"```sh\n{shlex.join(argv)}\n```"
 
 
-def _fingerprint(dataset: str) -> str | None:
-    try:
-        return open_dataset(dataset).fingerprint
-    except (InputError, OSError):
-        return None
-
-
 def _listing(folder: Path) -> str | None:
     """Hash of the names, sizes and times of all files in a folder."""
     if not folder.is_dir():
@@ -302,7 +305,10 @@ def collect(experiments: dict[str, tuple[Experiment, list[Cell]]], wanted: dict[
         made = make()
         runs = list(dict.fromkeys(cell.run.name for cell in cells))
         failures += made.failures
-        problems = collector.problems()
+        warned = collector.data_warnings()
+        for warning in warned:
+            print(f"warning: {name}: {warning}", file=sys.stderr)
+        problems = [*collector.problems(), *(f"**Warning:** {warning}.  " for warning in warned)]
         failures += [f"{run}: {wanted[run].state.text}" for run in runs if wanted[run].state.kind == "wrong"]
         text = [f"# {experiment.title}", "", _as_typed(args.command), "",
                 *([TINY_NOTE, ""] if args.scale == "tiny" else []), *problems, *([""] if problems else []), *made.lines]

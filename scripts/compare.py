@@ -25,7 +25,7 @@ import numpy as np
 
 from command_line import ArgumentParser, InputError
 from presets import PLAIN, preset_switches
-from scripts.runs import NEUTRAL, Run, read_run
+from scripts.runs import NEUTRAL, Run, data_seen, other_data, read_run
 
 FINAL_SHARE = 0.05  # of the logged steps, over whose losses the final training loss is the mean
 # Settings, not NEUTRAL ones, that say what an architecture was given to learn from, and how.
@@ -100,33 +100,6 @@ def group(runs: list[Run]) -> list[Variant]:
     return variants
 
 
-def data_seen(runs: list[Run]) -> tuple[str, list[str]]:
-    """Whether runs of one seed saw the same tokens in the same order, by the hashes in their metrics: a sentence, empty where no
-    two have one seed, and warnings. A hash is of everything up to its step, so that runs which differ once do so from there on;
-    they begin to at a step between two lines of the metrics."""
-    first: dict[int, Run] = {}
-    same, unknown, warned = [], [], []
-    for run in runs:
-        base = first.setdefault(run.seed, run)
-        common = sorted(base.hashes.keys() & run.hashes.keys())
-        other = next((tokens for tokens in common if base.hashes[tokens] != run.hashes[tokens]), None)
-        if other is not None:
-            before = max((run.steps[tokens] for tokens in common if tokens < other), default=0)
-            warned.append(f"{run.folder} saw other tokens than {base.folder}, though both have seed {run.seed}: the first others "
-                          f"in steps {before + 1:,} to {run.steps[other]:,}")
-        elif base is not run:
-            (same if common else unknown).append(run.steps[common[-1]] if common else str(run.folder))
-    parts = []
-    if same:
-        parts.append(f"Runs with the same seed{', but for those of the warning,' if warned else ''} saw the same tokens, in the "
-                     f"same order, up to step {min(same):,} (`data_hash`).")
-    if unknown:
-        names = ", ".join(f"`{folder}`" for folder in unknown)
-        parts.append(f"Whether {names} saw the tokens of other runs with the same seed is not known: no `data_hash` at equal "
-                     f"tokens.")
-    return " ".join(parts), warned
-
-
 def warnings(runs: list[Run], end: int) -> list[str]:
     """What a reader has to know before comparing the runs."""
     found = []
@@ -143,7 +116,7 @@ def warnings(runs: list[Run], end: int) -> list[str]:
     ]
     if speed := [key for key in machines[0] if any(machine[key] != machines[0][key] for machine in machines)]:
         found.append(f"step times, tokens/s and memory are not of the same set-up: different {', '.join(speed)}")
-    found += data_seen(runs)[1]
+    found += other_data((run.folder, run.info) for run in runs) + data_seen(runs)[1]
     for run in runs:
         if run.unknown:
             split, step = run.unknown[0]

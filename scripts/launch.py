@@ -18,9 +18,9 @@ from tqdm import tqdm
 
 from command_line import InputError, StopRequest
 from configurator import as_dict
-from data.shards import find_folder
+from data.shards import find_folder, open_dataset
 from scripts.experiments import Planned
-from scripts.runs import State, last_step, state_of
+from scripts.runs import State, last_step, other_data, read_info, state_of
 
 GPUS_PER_NODE = 8  # scripts/slurm/train.sbatch's
 POLL_SECONDS = 0.2
@@ -66,6 +66,23 @@ def data_problems(runs: list[Wanted]) -> list[str]:
             if dataset != "quickstart":
                 problems.append(str(error))
     return problems
+
+
+def data_fingerprint(dataset: str) -> str | None:
+    """Of the data set of that name, None where there is none that can be opened."""
+    try:
+        return open_dataset(dataset).fingerprint
+    except (InputError, OSError):
+        return None
+
+
+def mixed_data(runs: list[Wanted]) -> list[str]:
+    """Warnings of runs that were trained on different data under one name; for where the data set itself is not there."""
+    found = []
+    for wanted in runs:
+        if wanted.state.kind in ("finished", "unfinished"):
+            found.append((wanted.folder, read_info(wanted.folder)))
+    return other_data(found)
 
 
 def execute(argv: list[str], log: Path, out: Path, stop: StopRequest, watch: Callable[[], None] = lambda: None,
@@ -133,6 +150,8 @@ def launch(runs: list[Wanted], args: Namespace, stop: StopRequest) -> list[str]:
     todo = [w for w in runs if w.state.kind in ("missing", "unfinished")]
     print(f"{len(runs)} runs: {len(runs) - len(todo) - len(failures)} finished, {len(todo)} to be made, {len(failures)} wrong; "
           f"logs in {args.out / 'logs'}", flush=True)
+    for warning in mixed_data(runs):
+        print(f"warning: {warning}", file=sys.stderr)
     if args.launch == "slurm":
         return failures + submit(todo, args)
     bar = tqdm(total=sum(w.run.config.max_iters for w in todo), unit="step", disable=None, dynamic_ncols=True, smoothing=0.02)

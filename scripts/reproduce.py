@@ -34,7 +34,17 @@ from pathlib import Path
 from command_line import ArgumentParser, InputError, StopRequest
 from configurator import as_dict
 from scripts.experiments import SCALES, Cell, Experiment, names, paper_names, read
-from scripts.launch import GPUS_PER_NODE, Wanted, command, data_problems, launch, prepare_data, shown
+from scripts.launch import (
+    GPUS_PER_NODE,
+    Wanted,
+    command,
+    data_fingerprint,
+    data_problems,
+    launch,
+    mixed_data,
+    prepare_data,
+    shown,
+)
 from scripts.runs import NEUTRAL, last_step, state_of
 
 METRICS_LINE = 250  # bytes of a line in metrics.jsonl, roughly
@@ -46,12 +56,15 @@ METRICS_LINE = 250  # bytes of a line in metrics.jsonl, roughly
 def gather(experiments: dict[str, tuple[Experiment, list[Cell]]], out: Path) -> list[Wanted]:
     """Every run once, in the order in which the experiments name them. Raises InputError."""
     found: dict[str, Wanted] = {}
+    data: dict[str, str | None] = {}  # fingerprints, of the data sets of runs that are there
     for name, (_, cells) in experiments.items():
         for cell in cells:
             run = cell.run
             if run.name not in found:
-                folder = out / run.name
-                found[run.name] = Wanted(run, folder, state_of(folder, as_dict(run.config), run.explicit))
+                folder, dataset = out / run.name, run.config.dataset
+                if dataset not in data and (folder / "config.json").exists():
+                    data[dataset] = data_fingerprint(dataset)
+                found[run.name] = Wanted(run, folder, state_of(folder, as_dict(run.config), run.explicit, data.get(dataset)))
             wanted = found[run.name]
             ours, theirs = as_dict(run.config), as_dict(wanted.run.config)
             if differ := [key for key in ours if key not in NEUTRAL - {"seed"} and ours[key] != theirs[key]]:
@@ -99,6 +112,7 @@ def describe(experiments: dict[str, tuple[Experiment, list[Cell]]], runs: list[W
             lines += ["", f"{len(todo)} of {len(runs)} runs to be made:"]
             lines += [shown(command(wanted, launcher, args.n_gpus)) for wanted in todo]
         lines += [f"note: {problem}" for problem in data_problems(runs)]
+        lines += [f"warning: {warning}" for warning in mixed_data(runs)]
     return "\n".join(lines)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -46,7 +47,7 @@ class Run:
     def setting(self, key: str) -> Any:
         """A setting as far as it matters for the curve: of the data set its content, where that is known."""
         if key == "dataset":
-            return (self.info.get("data") or {}).get("fingerprint") or self.config.get(key)
+            return fingerprint(self.info) or self.config.get(key)
         return self.config.get(key)
 
 
@@ -149,6 +150,57 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return records
 
 
+# --- what runs were trained on ----------------------------------------------------------------------------------------------
+
+
+def fingerprint(info: dict[str, Any]) -> str | None:
+    """Of the data set that a run was trained on, None where its config.json does not say."""
+    found = (info.get("data") or {}).get("fingerprint")
+    return found if isinstance(found, str) else None
+
+
+def other_data(runs: Iterable[tuple[Path, dict[str, Any]]]) -> list[str]:
+    """Warnings of runs, each its folder and config.json, whose data sets have one name and are not the same."""
+    first: dict[str, tuple[Path, str]] = {}
+    found = []
+    for folder, info in runs:
+        ours, name = fingerprint(info), info["config"]["dataset"]
+        if ours is None:
+            continue
+        base, theirs = first.setdefault(name, (folder, ours))
+        if theirs != ours:
+            found.append(f"{folder} was trained on other data than {base}, though both call it {name}: fingerprints "
+                         f"{ours:.12} and {theirs:.12}")
+    return found
+
+
+def data_seen(runs: list[Run]) -> tuple[str, list[str]]:
+    """Whether runs of one seed saw the same tokens in the same order, by the hashes in their metrics: a sentence, empty where no
+    two have one seed, and warnings. A hash is of everything up to its step, so that runs which differ once do so from there on;
+    they begin to at a step between two lines of the metrics."""
+    first: dict[int, Run] = {}
+    same, unknown, warned = [], [], []
+    for run in runs:
+        base = first.setdefault(run.seed, run)
+        common = sorted(base.hashes.keys() & run.hashes.keys())
+        other = next((tokens for tokens in common if base.hashes[tokens] != run.hashes[tokens]), None)
+        if other is not None:
+            before = max((run.steps[tokens] for tokens in common if tokens < other), default=0)
+            warned.append(f"{run.folder} saw other tokens than {base.folder}, though both have seed {run.seed}: the first others "
+                          f"in steps {before + 1:,} to {run.steps[other]:,}")
+        elif base is not run:
+            (same if common else unknown).append(run.steps[common[-1]] if common else str(run.folder))
+    parts = []
+    if same:
+        parts.append(f"Runs with the same seed{', but for those of the warning,' if warned else ''} saw the same tokens, in the "
+                     f"same order, up to step {min(same):,} (`data_hash`).")
+    if unknown:
+        names = ", ".join(f"`{folder}`" for folder in unknown)
+        parts.append(f"Whether {names} saw the tokens of other runs with the same seed is not known: no `data_hash` at equal "
+                     f"tokens.")
+    return " ".join(parts), warned
+
+
 # --- how far a run is -------------------------------------------------------------------------------------------------------
 
 
@@ -161,18 +213,20 @@ class State:
     text: str
 
 
-def state_of(folder: Path, wanted: dict[str, Any], explicit: set[str]) -> State:
-    """How far the run in `folder` is with the settings `wanted`. A setting that its code did not know yet counts where it is
-    one of the `explicit` ones, which the run is about."""
+def state_of(folder: Path, wanted: dict[str, Any], explicit: set[str], data: str | None = None) -> State:
+    """How far the run in `folder` is with the settings `wanted`, on the data set whose fingerprint is `data` (None: not there to
+    be looked at). A setting that its code did not know yet counts where it is one of the `explicit` ones, which the run is
+    about."""
     if folder.exists() and not folder.is_dir():
         return State("wrong", f"{folder} is not a folder")
     if not (folder / "config.json").exists():
         return State("missing", "not started")
     try:
-        found = read_info(folder)["config"]
+        info = read_info(folder)
         records = read_records(folder / "metrics.jsonl")
     except InputError as error:
         return State("wrong", str(error))
+    found = info["config"]
     for key, value in wanted.items():
         if key in NEUTRAL and key != "seed":
             continue
@@ -180,6 +234,10 @@ def state_of(folder: Path, wanted: dict[str, Any], explicit: set[str]) -> State:
             return State("wrong", f"{folder / 'config.json'} has no {key}, wanted {value!r}")
         if found.get(key, value) != value:
             return State("wrong", f"{folder / 'config.json'} has {key}={found[key]!r}, wanted {value!r}")
+    trained_on = fingerprint(info)
+    if data is not None and trained_on not in (None, data):
+        return State("wrong", f"it was trained on other data (fingerprint {trained_on:.12}) than dataset {wanted['dataset']} has "
+                              f"now ({data:.12})")
     steps = {record["split"]: record["step"] for record in records}
     last, planned = steps.get("train", 0), wanted["max_iters"]
     bad = [record for record in records if not _has_loss(record)]

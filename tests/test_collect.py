@@ -16,7 +16,7 @@ from scripts import collect, experiments
 from scripts.compare import final_train_loss
 from scripts.runs import read_run, state_of
 from tests.test_compare import BROKEN, break_run, rows
-from tests.test_reproduce import file, planned, run, write  # noqa: F401 - a fixture
+from tests.test_reproduce import dataset, file, planned, run, write  # noqa: F401 - fixtures
 
 
 def test_collect_names_what_is_missing_unfinished_or_wrong(tmp_path, capsys, file):  # noqa: F811
@@ -120,6 +120,64 @@ def test_state_of_a_run(fault, kind, words, tmp_path, file):  # noqa: F811
     assert state.kind == kind and words in state.text, state
 
 
+def test_runs_on_other_data_than_the_experiment_names_are_wrong(tmp_path, capsys, dataset):  # noqa: F811
+    """Of a run that has begun train.py would refuse to go on, and a finished one is another than the one that is wanted."""
+    path, out = tmp_path / "pair.py", tmp_path / "out"
+    path.write_text('title = "pair"\nfigure = "final"\nbase = ["config/tiny.py"]\ngrid = {"attention": ["sa", "xsa"]}\n'
+                    'seeds = [1, 2]\n')
+    cells = experiments.read(str(path), "paper").cells([f"--dataset={dataset}"])
+    folders = [write(cell, out, 0.1 * i) for i, cell in enumerate(cells)]
+    argv = [path, f"--out={out}", f"--dataset={dataset}", "--n_gpus=1"]
+    assert run(capsys, *argv, "--collect")[0] == 0
+    for folder, steps in ((folders[1], 200), (folders[3], 20)):
+        cell = cells[folders.index(folder)]
+        shutil.rmtree(folder)
+        write(cell, out, 0.0, info={"data": {"fingerprint": "0123456789abcdef"}})
+        lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (folder / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] <= steps))
+    why = f"it was trained on other data (fingerprint 0123456789ab) than dataset {dataset} has now"
+    status, said, _ = run(capsys, *argv)
+    assert status == 0 and said.count(f"wrong: {why}") == 2
+    status, said, err = run(capsys, *argv, "--launch=local")
+    assert status == 1 and "2 finished, 0 to be made, 2 wrong" in said and err.count(why) == 2
+    status, said, err = run(capsys, *argv, "--collect")
+    assert status == 1 and err.count(why) == 2 and said.count(f"**Wrong:** `{folders[1].name}`, {why}") == 1
+    assert rows(said)["sa"][1] == "1" and rows(said)["xsa"][1] == "1"
+
+
+@pytest.mark.parametrize("figure", ["final", "curves", "tasks", "bias"])
+def test_runs_that_saw_different_data_are_told_apart_without_the_data(figure, tmp_path, capsys, monkeypatch):
+    """By fingerprint, and by data_hash where one seed should mean the same tokens: not between steps of other shapes."""
+    path, out = tmp_path / "pair.py", tmp_path / "out"
+    path.write_text(f'title = "pair"\nfigure = "{figure}"\nbase = ["config/tiny.py"]\ngrid = {{"length": '
+                    '[{"block_size": 256, "global_batch_size": 16}, {"block_size": 128, "global_batch_size": 32}], '
+                    '"attention": ["sa", "xsa"]}\nseeds = [1, 2]\n')
+    cells = experiments.read(str(path), "paper").cells([])
+    folders = [write(cell, out, 0.0) for cell in cells]
+
+    def hashes(folder: Path, value: str) -> None:
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        text = "".join(json.dumps(line | {"data_hash": value}) + "\n" for line in lines)
+        (folder / "metrics.jsonl").write_text(text)
+
+    monkeypatch.setattr(collect.Collector, "_by_command", lambda *_: collect.Made(["a table"], complete=True))
+    for cell, folder in zip(cells, folders, strict=True):
+        hashes(folder, f"{cell.run.config.seed} {cell.run.config.block_size}")
+    status, said, err = run(capsys, path, "--collect", f"--out={out}")
+    assert status == 0 and "Warning" not in said and err == "", err
+    hashes(folders[2], "other")
+    status, said, err = run(capsys, path, "--collect", f"--out={out}")
+    assert status == 0 and f"**Warning:** {folders[2]} saw other tokens than {folders[0]}, though both have seed 1" in said
+    assert err.count("warning: pair: ") == 1 and "saw other tokens" in err
+    info = json.loads((folders[3] / "config.json").read_text()) | {"data": {"fingerprint": "f2"}}
+    (folders[3] / "config.json").write_text(json.dumps(info))
+    status, said, err = run(capsys, path, "--collect", f"--out={out}")
+    assert status == 0 and f"**Warning:** {folders[3]} was trained on other data than {folders[0]}" in said
+    assert err.count("warning: pair: ") == 2
+    plan = run(capsys, path, f"--out={out}", "--n_gpus=1", "--micro_batch_size=8")[1]
+    assert f"warning: {folders[3]} was trained on other data than {folders[0]}" in plan
+
+
 def test_variants_without_an_axis_to_draw_against(tmp_path, capsys):
     path, out = tmp_path / "ablate.py", tmp_path / "out"
     path.write_text('title = "Parts"\nfigure = "final"\nbase = ["config/tiny.py"]\ngrid = {"variant": [{"name": "whole", '
@@ -183,8 +241,12 @@ def test_figures_made_by_commands(code, status, tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize("name", ["fig1", "table2"])
 def test_results_are_made_anew_from_other_data_and_outlive_the_data(name, tmp_path, capsys, monkeypatch):
     out, calls, data = tmp_path / "out", [], tmp_path / "data"
-    extra = [f"--dataset={data}"] if name == "fig1" else [f"--task_data={data}"]
-    for cell in planned(name, "tiny", extra if name == "fig1" else []):
+    argv = [name, f"--task_data={data}"]
+    if name == "fig1":
+        (tmp_path / "fig1.py").write_text(Path("config/experiments/fig1.py").read_text()
+                                          + f'tiny = {{"base": ["config/tiny.py"], "arguments": ["--dataset={data}"]}}\n')
+        argv = [str(tmp_path / "fig1.py")]
+    for cell in planned(argv[0], "tiny"):
         write(cell, out, 0.0)
 
     def execute(argv, log, out, stop, output):
@@ -202,7 +264,7 @@ def test_results_are_made_anew_from_other_data_and_outlive_the_data(name, tmp_pa
 
     def made() -> int:
         calls.clear()
-        status, _, err = run(capsys, name, "--scale=tiny", "--collect", f"--out={out}", *extra)
+        status, _, err = run(capsys, *argv, "--scale=tiny", "--collect", f"--out={out}")
         assert status == 0, err
         return len(calls)
 

@@ -38,7 +38,9 @@ def run(capsys, *argv) -> tuple[int, str, str]:
 
 
 def write(cell: experiments.Cell, out: Path, gap: float, **settings) -> Path:
-    config = as_dict(cell.run.config) | settings
+    """A finished run, on the data set that it names where that is there."""
+    data = {"data": {"fingerprint": launch.data_fingerprint(cell.run.config.dataset) or "f1"}}
+    config = {"info": data} | as_dict(cell.run.config) | settings
     steps = config.pop("max_iters")
     return write_run(out / cell.run.name, gap, steps=steps, **config)
 
@@ -248,7 +250,7 @@ def test_slurm_submits_what_is_neither_finished_nor_in_the_queue(tmp_path, capsy
     out, stubs = tmp_path / "out", tmp_path / "bin"
     stubs.mkdir()
     done, queued, *rest = experiments.read(str(file), "paper").cells([f"--dataset={dataset}"])
-    write_run(out / done.run.name, steps=200, **{k: v for k, v in as_dict(done.run.config).items() if k != "max_iters"})
+    write(done, out, 0.0)
     for name, body in (("sbatch", f'echo "$@" >> {tmp_path}/jobs; echo "Submitted batch job 7"'),
                        ("squeue", f"echo '(null)'; echo {out / queued.run.name}")):
         (stubs / name).write_text(f"#!/bin/sh\n{body}\n")
