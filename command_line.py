@@ -1,13 +1,15 @@
-"""What every command of this repository shares: the error that ends it with exit status 2, how it reads its arguments, and how
-it is asked to stop.
+"""What every command of this repository shares: the error that ends it with exit status 2, how it reads its arguments, what it
+asks of a place for its results before it works for them, and how it is asked to stop.
 
 Imports nothing heavy, so that a command can refuse its arguments, and a worker process start, without loading torch.
 """
 
 import argparse
 import signal
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 # What asks a run to stop: torchrun forwards SIGTERM, SIGINT and SIGHUP to its workers; Slurm sends SIGUSR1 where it is told to.
@@ -40,6 +42,39 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{message} (see --help)")
+
+
+def check_output(flag: str, path: Path, inputs: Iterable[Path] = ()) -> None:
+    """Raises InputError unless a file can be put at `path`, where it would replace none of the `inputs`. Leaves nothing there."""
+    if not path.parent.is_dir():
+        raise InputError(f"{flag}: no folder {path.parent}")
+    if path.is_dir():
+        raise InputError(f"{flag}: wanted a file, {path} is a folder")
+    if path.exists() and not path.is_file():
+        raise InputError(f"{flag}: {path} is a device or a pipe, which a file would replace")
+    if any(path.resolve() == read.resolve() for read in inputs):
+        raise InputError(f"{flag}: {path} is also read, and would be lost")
+    _try_to_write(flag, path, path.parent, f".{path.name}.")
+
+
+def make_output_folder(flag: str, folder: Path, names: Iterable[str] = ()) -> None:
+    """Makes a folder for results, files of these `names` among them, where there is none. Raises InputError where they cannot be
+    put there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{flag}: {folder} cannot be made: {error.strerror}") from None
+    _try_to_write(flag, folder, folder, ".")
+    for name in names:
+        check_output(flag, folder / name)
+
+
+def _try_to_write(flag: str, path: Path, folder: Path, prefix: str) -> None:
+    try:  # permissions alone do not tell: root has them all, and the disk may be read-only
+        with tempfile.NamedTemporaryFile(prefix=prefix, suffix=".nanoxsa.tmp", dir=folder):
+            pass
+    except OSError as error:
+        raise InputError(f"{flag}: {path} cannot be written: {error.strerror}") from None
 
 
 class Stopped(BaseException):

@@ -47,7 +47,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from checkpoint import write_aside
-from command_line import ArgumentParser, InputError
+from command_line import ArgumentParser, InputError, make_output_folder
 from data.loader import Loader
 from data.shards import Dataset, open_dataset
 from model import GPT, CausalSelfAttention, loss_rows
@@ -350,7 +350,7 @@ def main(argv: list[str]) -> int:
         sources = [open_source(place, args.dataset) for place in args.places]
         for source in sources:
             make_loader(source, args, device)
-        args.out.mkdir(parents=True, exist_ok=True)
+        make_output_folder("--out", args.out, ["bias.json", "bias.md", "bias.png"])
     except (InputError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from command_line import ArgumentParser, InputError
+from command_line import ArgumentParser, InputError, check_output
 from model import GPT, CausalSelfAttention, row_chunks
 
 
@@ -140,8 +140,7 @@ def main(argv: list[str]) -> int:
         unique = len({folder.resolve().name for folder in args.folders}) == len(args.folders)
         runs = {folder.resolve().name if unique else str(folder): read_diagnostics(folder) for folder in args.folders}
         out = args.out or args.folders[0] / "diagnostics.png"
-        if not out.parent.is_dir():
-            raise InputError(f"--out: no folder {out.parent}")
+        check_output("--out", out, inputs=[folder / "metrics.jsonl" for folder in args.folders])
         draw(runs, out)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)

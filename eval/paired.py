@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 import checkpoint
 from checkpoint import write_aside
-from command_line import ArgumentParser, InputError
+from command_line import ArgumentParser, InputError, check_output
 from data.loader import validation_batches
 from data.shards import open_dataset
 from model import GPT
@@ -93,9 +93,9 @@ def main(argv: list[str]) -> int:
     try:
         args = parser.parse_args(argv)
         device = choose_device(args.device)
-        if args.json and not args.json.parent.is_dir():
-            raise InputError(f"--json: no folder {args.json.parent}")
         paths = [newest(place) for place in args.places]
+        if args.json:
+            check_output("--json", args.json, inputs=paths)
         _check_same_windows(paths)
         print(f"{paths[1]} minus {paths[0]}, window by window, on {device}", file=sys.stderr)
         losses = [window_losses(path, device, progress=True) for path in paths]

@@ -32,7 +32,7 @@ import torch
 
 import distributed
 from checkpoint import write_aside
-from command_line import ArgumentParser, InputError
+from command_line import ArgumentParser, InputError, make_output_folder
 from configurator import Config
 from data.tokenizer import NAMES
 from distributed import Ranks
@@ -250,6 +250,8 @@ def run(args: Any, ranks: Ranks) -> None:
     """Raises InputError before the first model is run."""
     opened, tasks, fault = [], {}, None
     try:
+        if args.json and ranks.is_master:
+            make_output_folder(f"--json={args.json}", args.json.parent, [args.json.name])
         opened = open_all(args.checkpoints, args.tokenizer)
         saved = [result for group in opened if isinstance(group, list) for result in group]
         if any(isinstance(source, Source) for source in opened):
@@ -261,11 +263,6 @@ def run(args: Any, ranks: Ranks) -> None:
             ids = {name: scores["items"]["id"] for name, scores in saved[0]["tasks"].items()} if saved else {}
         for result in saved:
             check_items(result, ids)
-        if args.json and ranks.is_master:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            open(args.json, "a").close()
-    except OSError as error:
-        fault = InputError(f"--json={args.json} cannot be written: {error.strerror or error}")
     except Exception as error:
         fault = error
     ranks.agree(fault)

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from command_line import ArgumentParser, InputError
+from command_line import ArgumentParser, InputError, make_output_folder
 from presets import PLAIN, preset_switches
 from scripts.runs import NEUTRAL, Run, data_seen, other_data, read_run
 
@@ -438,10 +438,7 @@ def compare(folders: list[Path], out: Path | None, x_axis: str, share: float) ->
     if out is None:
         common = Path(os.path.commonpath([place.parent for place in places]))
         out = Path() if common == Path(common.anchor) else common
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--out: {out} cannot be made: {error.strerror}") from None
+    make_output_folder("--out", out, ["comparison.md", "comparison.png"])
     text = report(variants, end, broken)
     draw(variants, end, x_axis, share, out / "comparison.png")
     save_text(text, out / "comparison.md")

@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from checkpoint import write_aside
-from command_line import ArgumentParser, InputError
+from command_line import ArgumentParser, InputError, check_output
 from configurator import Config, as_dict, load
 from model import GPT, loss_rows
 from scripts.bench.memory import TINY_SHAPE, in_fresh_process, process_status
@@ -464,8 +464,8 @@ def main(argv: list[str]) -> int:
         own, rest = parser.parse_known_args(argv)
         config = load(rest)
         gpu = check_machine(own.gpu, own.n_gpus, own.mfu)
-        if own.json and not own.json.parent.is_dir():
-            raise InputError(f"--json: no folder {own.json.parent}")
+        if own.json:
+            check_output("--json", own.json)
         calibration = calibrate(own.calibrate) if own.calibrate else Calibration(own.mfu * GPUS[gpu][0])
         mfu = calibration.flops_per_s / GPUS[gpu][0]
         plan = make_plan(config, gpu, own.n_gpus, mfu, calibration.memory_factor)

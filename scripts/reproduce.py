@@ -26,12 +26,13 @@ Exit status: 0 done or stopped on request; 1 a run or an evaluation failed or is
 or bad input.
 """
 
+import os
 import shutil
 import sys
 from argparse import Namespace
 from pathlib import Path
 
-from command_line import ArgumentParser, InputError, StopRequest
+from command_line import ArgumentParser, InputError, StopRequest, make_output_folder
 from configurator import as_dict
 from scripts.experiments import SCALES, Cell, Experiment, names, paper_names, read
 from scripts.launch import (
@@ -166,6 +167,9 @@ def parse(argv: list[str]) -> tuple[Namespace, list[str]]:
         if args.collect:
             raise InputError("--collect: wanted once the jobs are done, not with --launch=slurm")
     args.out = args.out or Path("runs/tiny" if tiny else "runs")
+    nearest = next(path for path in (args.out, *args.out.parents) if os.path.lexists(path))
+    if not nearest.is_dir():
+        raise InputError(f"--out: wanted a folder, {nearest} is none")
     try:
         args.seeds = args.seeds and [int(seed) for seed in args.seeds.split(",")]
     except ValueError:
@@ -194,10 +198,8 @@ def reproduce(args: Namespace, extra: list[str], stop: StopRequest) -> list[str]
     if not args.launch and not args.collect:
         print(describe(experiments, runs, args))
         return []
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--out: {args.out} cannot be made: {error.strerror}") from None
+    made = [f"{name}.{kind}" for name in experiments for kind in ("md", "png")] if args.collect else []
+    make_output_folder("--out", args.out, ["commands.txt", *made, *(["results.md"] if len(made) > 2 else [])])
     failures: list[str] = []
     if args.launch and runs:
         prepare_data(runs, args.out, stop)

@@ -42,7 +42,7 @@ from tqdm import tqdm
 
 import distributed
 from checkpoint import write_aside
-from command_line import InputError
+from command_line import InputError, make_output_folder
 from configurator import Config, as_dict, load
 from model import GPT, rope_table
 from presets import PRESETS, preset_switches
@@ -368,10 +368,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
         raise InputError(f"--compare: wanted an attention other than the baseline, which is {config.attention}")
     own.sizes = sizes(config, own.lengths, own.widths)
     pyplot()
-    try:
-        own.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--out: {own.out} cannot be made: {error.strerror}") from None
+    make_output_folder("--out", own.out, ["block.json", "block.png"])
     return own, config
 
 

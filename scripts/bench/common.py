@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
-from command_line import ArgumentParser, InputError
+from command_line import ArgumentParser, InputError, check_output
 
 WARM_UP_ROUNDS = 2
 
@@ -35,8 +35,8 @@ def check(own: argparse.Namespace) -> None:
     """Raises InputError."""
     if own.rounds < 2:
         raise InputError(f"--rounds: wanted at least 2, found {own.rounds}")
-    if own.json and not own.json.parent.is_dir():
-        raise InputError(f"--json: no folder {own.json.parent}")
+    if own.json:
+        check_output("--json", own.json)
 
 
 def with_commas(argv: list[str], flag: str = "--compare") -> list[str]:

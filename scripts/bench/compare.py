@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint import write_aside
-from command_line import ArgumentParser, InputError
+from command_line import ArgumentParser, InputError, check_output
 
 FACTS = ("config", "versions", "hardware", "git_commit", "command", "rounds", "dtype", "dtypes", "compiled", "device")
 SPREAD = "_quartiles"
@@ -104,8 +104,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("files", nargs=2, type=Path, metavar="FILE")
     parser.add_argument("--json", type=Path)
     own = parser.parse_args(argv)
-    if own.json and not own.json.parent.is_dir():
-        raise InputError(f"--json: no folder {own.json.parent}")
+    if own.json:
+        check_output("--json", own.json, inputs=own.files)
     a, b = map(read, own.files)
     result = compare(a, b)
     if not result:

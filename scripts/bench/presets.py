@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 import distributed
 from checkpoint import write_aside
-from command_line import InputError
+from command_line import InputError, check_output
 from configurator import Config, as_dict
 from model import GPT
 from presets import PRESETS
@@ -261,6 +261,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     parser.add_argument("--minutes", type=float, default=8.0)
     own, rest = parser.parse_known_args(argv)
     common.check(own)
+    if own.json:
+        check_output("--json", own.json.with_name(own.json.name + ".md"))
     own.presets = own.presets.split(",")
     if unknown := [name for name in own.presets if name not in PRESETS]:
         raise InputError(f"--presets: wanted some of {', '.join(PRESETS)}, found {unknown[0]!r}")

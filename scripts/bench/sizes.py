@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 import distributed
 from checkpoint import write_aside
-from command_line import InputError
+from command_line import InputError, make_output_folder
 from configurator import Config, as_dict, load
 from model import GPT
 from scripts.bench import common, loss, step, xsa
@@ -346,10 +346,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Config], torch
         raise InputError(f"sizes: wanted --key=value alone, since it has its own config files, found {files[0]!r}")
     device = common.measurable(distributed.start(load(rest)).device)
     configs = sizes(rest, device)
-    try:
-        own.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--out: {own.out} cannot be made: {error.strerror}") from None
+    make_output_folder("--out", own.out, ["sizes.json", "results.md"])
     return own, configs, device
 
 
