@@ -304,6 +304,12 @@ def write_aside(path: Path, content: str | Callable[[BinaryIO], object]) -> None
         os.close(directory)
 
 
+def until_done(path: Path) -> Path:
+    """Where unfinished results go: `path` itself, or beside it where an earlier result is, which is then lost to no
+    interruption."""
+    return path.with_name(f"{path.stem}.unfinished{path.suffix}") if path.exists() else path
+
+
 def _disk_error(error: BaseException | None) -> OSError | None:
     """The operating system's word in an error or in what led to it: torch.save hides a full disk behind an error of its own."""
     while error is not None and not isinstance(error, OSError):

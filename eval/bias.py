@@ -27,7 +27,8 @@ Flags:
     --batch_size=N     sequences at a time (default 8); changes nothing but memory and speed
     --seed=N           which sequences (default 0)
     --device=NAME      auto, cpu, cuda or cuda:N (default auto)
-    --out=DIR          where bias.json (per layer and head), bias.png and bias.md go (default runs/bias)
+    --out=DIR          where bias.json (per layer and head), bias.png and bias.md go (default runs/bias); those there are replaced
+                       when the new ones are done
 
 The forward pass is fp32, means are fp64. The weights a_ij exist some rows at a time, never as a whole.
 """
@@ -46,7 +47,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import write_aside
+from checkpoint import until_done, write_aside
 from command_line import ArgumentParser, InputError, make_output_folder
 from data.loader import Loader
 from data.shards import Dataset, open_dataset
@@ -363,14 +364,17 @@ def main(argv: list[str]) -> int:
         print(f"{source.path}: {source.label}; {args.sequences:,} sequences of {source.model.config.block_size} from "
               f"{source.dataset.folder.name} on {device}, {args.batch_size} at a time; memory: weights {weights / 1e6:,.0f} MB, "
               f"all else at most about {memory_bytes(source.model, args.batch_size, device) / 1e6:,.0f} MB", file=sys.stderr)
+    kept = args.out / "bias.json"
+    meanwhile = until_done(kept)
     try:
         while sources:
             record["checkpoints"].append(analyse(sources.pop(0), args, device))
-            write_aside(args.out / "bias.json", json.dumps(record, indent=1) + "\n")
+            write_aside(meanwhile, json.dumps(record, indent=1) + "\n")
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     text = report(record)
+    meanwhile.replace(kept)
     write_aside(args.out / "bias.md", text)
     draw(record, args.out / "bias.png")
     print(text)

@@ -12,7 +12,8 @@ other, so that two separate error bars would hide most of what can be seen. A ta
 only one of the two got right; the average's is the same test over all tasks together (signs of the items' differences flipped
 at random). They speak of these two checkpoints; another seed's would differ by more than that.
 
---json=FILE keeps everything, each item's answers included, and is written anew after each checkpoint.
+--json=FILE keeps everything, each item's answers included, and is written anew after each checkpoint; where FILE is there
+already, also as an input, FILE's neighbour NAME.unfinished.json is, and takes its place when all are scored.
 Needs requirements-eval.txt. Exit status: 0 done; 1 a failure; 2 bad arguments or bad input, found before any work starts.
 """
 
@@ -31,7 +32,7 @@ import numpy as np
 import torch
 
 import distributed
-from checkpoint import write_aside
+from checkpoint import until_done, write_aside
 from command_line import ArgumentParser, InputError, make_output_folder
 from configurator import Config
 from data.tokenizer import NAMES
@@ -270,19 +271,27 @@ def run(args: Any, ranks: Ranks) -> None:
         n_requests = sum(len(task.instances) for task in tasks.values())
         print(f"{len(tasks)} tasks, {sum(len(i) for i in ids.values()):,} items, {n_requests:,} requests, {ranks.world_size} x "
               f"{ranks.device}, {args.batch_tokens:,} tokens a batch", flush=True)
-    results: list[dict[str, Any]] = []
-    for source in opened:
+    meanwhile = until_done(args.json) if args.json else None
+
+    groups: list[list[dict[str, Any]]] = [source if isinstance(source, list) else [] for source in opened]
+
+    def keep() -> None:
+        if meanwhile and ranks.is_master:
+            write_aside(meanwhile, json.dumps({"format": FORMAT, "results": sum(groups, [])}) + "\n")
+
+    for source, group in zip(opened, groups, strict=True):
         if isinstance(source, list):
-            results += source
-        else:
-            if ranks.is_master:
-                print(f"{source.path}, step {source.step}, {source.model.config.attention}", flush=True)
-            results.append(score_checkpoint(source, tasks, args, ranks))
-            source.model.to("meta")  # frees it for the next one
-        if args.json and ranks.is_master:
-            write_aside(args.json, json.dumps({"format": FORMAT, "results": results}) + "\n")
+            continue
+        if ranks.is_master:
+            print(f"{source.path}, step {source.step}, {source.model.config.attention}", flush=True)
+        group.append(score_checkpoint(source, tasks, args, ranks))
+        source.model.to("meta")  # frees it for the next one
+        keep()
+    keep()  # also where nothing had to be scored
     if ranks.is_master:
-        print(f"\n{report(results)}" + (f"\n\nwritten: {args.json}" if args.json else ""))
+        if meanwhile:
+            meanwhile.replace(args.json)
+        print(f"\n{report(sum(groups, []))}" + (f"\n\nwritten: {args.json}" if args.json else ""))
 
 
 def parse(argv: list[str]) -> Any:

@@ -280,6 +280,27 @@ def test_command(runs, capsys):
         assert all(a[key]["heads"] == pytest.approx(b[key]["heads"], abs=1e-6) for key in a)
 
 
+def test_an_earlier_result_stays_until_the_new_one_is_done(runs, capsys, monkeypatch):
+    out, analyse = runs / "kept", bias.analyse
+    argv = [str(runs / "sa"), str(runs / "xsa"), "--sequences=2", "--device=cpu", f"--out={out}"]
+    assert bias.main(argv) == 0
+    before = {path: path.read_bytes() for path in out.iterdir()}
+    assert {path.name for path in before} == {"bias.json", "bias.md", "bias.png"}
+
+    def once(source, *rest):
+        monkeypatch.setattr(bias, "analyse", lambda *_: 1 / 0)
+        return analyse(source, *rest)
+
+    monkeypatch.setattr(bias, "analyse", once)
+    with pytest.raises(ZeroDivisionError):
+        bias.main([*argv, "--seed=1"])
+    assert {path: path.read_bytes() for path in before} == before
+    assert len(json.loads((out / "bias.unfinished.json").read_text())["checkpoints"]) == 1
+    monkeypatch.setattr(bias, "analyse", analyse)
+    assert bias.main([*argv, "--seed=1"]) == 0
+    assert set(out.iterdir()) == set(before) and (out / "bias.json").read_bytes() != before[out / "bias.json"]
+
+
 def test_another_data_set_is_told(runs, capsys):
     data = runs / "data2"
     data.mkdir()

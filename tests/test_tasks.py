@@ -179,6 +179,33 @@ def test_a_checkpoint_is_compared_with_what_was_scored_before(scored, checkpoint
     assert scored.read_bytes() == before
 
 
+def test_no_result_is_lost_when_scoring_stops(scored, checkpoints, task_data, tmp_path, capsys, monkeypatch):
+    """The output's earlier content stays until all is scored, input or not; what was scored meanwhile lies beside it."""
+    kept, meanwhile = tmp_path / "keep.json", tmp_path / "keep.unfinished.json"
+    kept.write_bytes(scored.read_bytes())
+    was, by_path = kept.read_bytes(), {r["checkpoint"]: r for r in tasks.read_results(scored)}
+
+    def score(source, *_):
+        if score.left == 0:
+            raise OSError("the power is gone")
+        score.left -= 1
+        return by_path[str(source.path)] | {"step": 8}
+
+    monkeypatch.setattr(tasks, "score_checkpoint", score)
+    both, more = [checkpoints["sa"], checkpoints["xsa"]], [f"--task_data={task_data}", "--limit=8"]
+    for inputs, count in (([], 1), ([kept], 3)):
+        score.left = 1
+        status, _, err = run(capsys, *both, *inputs, *more, f"--json={kept}")
+        assert status == 1 and "power" in err and kept.read_bytes() == was, err
+        assert [r["step"] for r in tasks.read_results(meanwhile)] == [8, 7, 7][:count]
+    score.left = 2
+    assert run(capsys, *both, kept, *more, f"--json={kept}")[0] == 0 and not meanwhile.exists()
+    assert [r["step"] for r in tasks.read_results(kept)] == [8, 8, 7, 7]
+    score.left = 1
+    assert run(capsys, *both, *more, f"--json={tmp_path / 'new.json'}")[0] == 1
+    assert [r["step"] for r in tasks.read_results(tmp_path / "new.json")] == [8]
+
+
 def test_limit_and_some_tasks(checkpoints, task_data, capsys):
     more = ["--limit=1", "--tasks=piqa,boolq", "--dtype=bfloat16"]
     status, out, _ = run(capsys, checkpoints["sa"], f"--task_data={task_data}", *more)

@@ -13,7 +13,7 @@ gradient as any block's but the first. Flags of its own:
     --rounds=N       timed rounds (default 10); in each every arm makes one step, in an order that changes from round to round
     --minutes=X      a size that, by estimate, would pass this limit is left out; the smallest come first (default 5)
     --out=DIR        where block.json, with every measurement, versions and hardware, and block.png go (default runs/block)
-    --json=FILE      another place for block.json
+    --json=FILE      another place for block.json; an earlier one is replaced when all is measured
 
 Without a config file: on a GPU the block of the paper's 1.4B model (width 2048, 24 heads of 128), 32 sequences, T 512 to 16384,
 width 1024 to 4096 at T 2048 with 1.5 heads per 128 channels as there (the paper gives batch and precision, the rest only in
@@ -41,7 +41,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import distributed
-from checkpoint import write_aside
+from checkpoint import until_done, write_aside
 from command_line import InputError, make_output_folder
 from configurator import Config, as_dict, load
 from model import GPT, rope_table
@@ -426,6 +426,7 @@ def main(argv: list[str]) -> int:
     record: dict[str, Any] = {"arms": own.arms, "cells": [], "config": as_dict(config), "rounds": own.rounds,
                               "compiled": compiled, "dtype": dtype, "device": device.type, **facts}
     path = own.json or own.out / "block.json"
+    meanwhile = until_done(path)
     start, slower = time.monotonic(), 1.0
     for i, size in enumerate(tqdm(own.sizes, desc="sizes", disable=None)):
         if i and time.monotonic() - start + slower * seconds[i] > 60 * own.minutes:
@@ -436,12 +437,13 @@ def main(argv: list[str]) -> int:
             slower = max(1.0, (time.monotonic() - start) / sum(seconds[: i + 1]))
         record["cells"].append({"T": size.block_size, "n_embd": size.n_embd, "n_head": size.n_head, "arms": arms,
                                 "ratios": ratios(arms, own.arms[0])})
-        write_aside(path, json.dumps(record | {"slopes": slopes(record)}, indent=1) + "\n")
+        write_aside(meanwhile, json.dumps(record | {"slopes": slopes(record)}, indent=1) + "\n")
     print(table(record))
     print("\n".join(slope_lines(record) + figures(record)))
     if all("failed" in arm for cell in record["cells"] for arm in cell["arms"].values()):
         raise RuntimeError("nothing could be measured: " + ", ".join(
             sorted({arm["failed"] for cell in record["cells"] for arm in cell["arms"].values()})))
+    meanwhile.replace(path)
     draw(record, own.out / "block.png")
     print(f"written: {path}, {own.out / 'block.png'}")
     return 0
