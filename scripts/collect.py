@@ -27,6 +27,7 @@ CPU_FLOPS = 1e15  # hours: an evaluation of more than that is not begun on a CPU
 TINY_NOTE = ("Scale tiny: models thousands of times too small, trained for seconds. It shows that command and picture "
              "work; no difference here says anything of a method.")
 DECIDE_TOKENS = ("dataset", "sampling", "block_size", "global_batch_size")  # of a step, and the seed
+NOT_DONE = "Not made, or not all of it."  # in the text of an experiment: the next collection writes over it whatever it has
 AGREE = 2e-3  # nats between a checkpoint's loss on the validation windows and what its run has logged, for rounding
 
 
@@ -37,6 +38,28 @@ class Made:
     lines: list[str] = field(default_factory=list)
     complete: bool = False
     failures: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Command:
+    """Arguments of Python, the files that it makes in the experiment's folder, and from what: runs, and by name a hash of each
+    data set's content, None where it is not there."""
+
+    argv: list[str]
+    results: list[str]
+    runs: list[Run] = field(default_factory=list)
+    data: dict[str, str | None] = field(default_factory=dict)
+
+    def mark(self, argv: list[str]) -> dict[str, Any]:
+        """What tells results that it has made from others, to be kept with them."""
+        times = {str(p): p.stat().st_mtime_ns for run in self.runs for p in sorted(run.folder.glob("ckpt_*.pt"))}
+        return {"command": argv, "checkpoints": times, "data": self.data}
+
+    def has_made(self, kept: dict[str, Any], mark: dict[str, Any], folder: Path) -> bool:
+        """Whether the results in `folder`, with the mark `kept`, are those of `mark`; they outlive the data."""
+        return (all(kept.get(key) == mark[key] for key in mark if key != "data")
+                and all(content in (None, kept.get("data", {}).get(name)) for name, content in self.data.items())
+                and all((folder / name).exists() for name in self.results))
 
 
 @dataclass
@@ -52,6 +75,11 @@ class Collector:
     @property
     def out(self) -> Path:
         return self.args.out
+
+    @property
+    def folder(self) -> Path:
+        """Of what commands make."""
+        return self.out / self.experiment.name
 
     @property
     def picture(self) -> Path:
@@ -93,20 +121,19 @@ class Collector:
         points = self.points(("finished", "unfinished"))
         if not any(point.runs for point in points):
             return Made(["No run has losses yet."])
-        draw_curves(self.experiment, points, self.picture)
-        return self._with_table()
+        return self._with_table(lambda _: draw_curves(self.experiment, points, self.picture), self.points())
 
     def final(self) -> Made:
         points = self.points()
         if not any(point.runs for point in points):
             return Made(["No run is finished yet."])
-        return self._with_table()
+        return self._with_table(lambda gaps: draw_final(self.experiment, points, gaps, self.picture), points)
 
-    def _with_table(self) -> Made:
-        points = self.points()
+    def _with_table(self, draw: Callable[[Gaps], None], points: list[Point]) -> Made:
         gaps, notes = self.gaps(points)
-        if self.experiment.figure == "final":
-            draw_final(self.experiment, points, gaps, self.picture)
+        if self.stop.signal:
+            return Made(["Stopped on request before it was done."])
+        draw(gaps)
         rows = [[*self.experiment.grid, "seeds", "train loss", "train difference", "val loss", "val difference"]]
         for i, point in enumerate(points):
             row = [*point.labels.values(), ", ".join(map(str, point.runs)) or "missing"]
@@ -182,20 +209,18 @@ class Collector:
         runs = [run for point in self.points() for run in point.runs.values()]
         if not runs:
             return Made(["No run is finished yet."])
-        folder = self.out / self.experiment.name
-        argv = ["-m", "eval.bias", *(str(run.folder) for run in runs), f"--out={folder}"]
+        argv = ["-m", "eval.bias", *(str(run.folder) for run in runs), f"--out={self.folder}"]
         given = [text.removeprefix("--dataset=") for text in self.experiment.arguments if text.startswith("--dataset=")]
         data = {dataset: data_fingerprint(dataset) for dataset in given or [run.config["dataset"] for run in runs]}
-        return self._by_command([argv], ["bias.json", "bias.png"], runs, data)
+        return self._by_command([Command(argv, ["bias.json", "bias.png"], runs, data)])
 
     def block(self) -> Made:
-        folder = self.out / self.experiment.name
-        argv = ["-m", "scripts.bench", "block", *self.experiment.base, f"--json={folder / 'block.json'}", f"--out={folder}"]
-        return self._by_command([argv], ["block.json", "block.png"], [], {})
+        argv = ["-m", "scripts.bench", "block", *self.experiment.base, f"--json={self.folder / 'block.json'}",
+                f"--out={self.folder}"]
+        return self._by_command([Command(argv, ["block.json", "block.png"])])
 
     def tasks(self) -> Made:
         """A command for each baseline with its variants, whose differences it tests item by item."""
-        folder = self.out / self.experiment.name
 
         def place(labels: dict[str, str], seed: int) -> tuple[Any, ...]:
             return *(label for axis, label in labels.items() if axis != self.experiment.compare), seed
@@ -210,71 +235,75 @@ class Collector:
         baselines: dict[tuple[Any, ...], str] = {}
         for cell in self.cells:
             baselines.setdefault(place(cell.labels, cell.run.config.seed), cell.run.name)
-        results = [f"{baselines[where]}.json" for where in sets]
         task_data = self.args.task_data
         given = [f"--task_data={task_data}"] if task_data else []
-        commands = [["-m", "eval.tasks", *(str(run.folder) for run in runs), *given, f"--json={folder / name}"]
-                    for name, runs in zip(results, sets.values(), strict=True)]
+        data = {str(task_data): _listing(task_data)} if task_data else {}
+        commands = []
+        for where, runs in sets.items():
+            name = f"{baselines[where]}.json"
+            argv = ["-m", "eval.tasks", *(str(run.folder) for run in runs), *given, f"--json={self.folder / name}"]
+            commands.append(Command(argv, [name], runs, data))
 
-        def table(name: str) -> str:
+        def table(command: Command) -> str:
             from eval.tasks import read_results, report
 
-            return report(read_results(folder / name))
+            return report(read_results(self.folder / command.results[0]))
 
-        data = {str(task_data): _listing(task_data)} if task_data else {}
-        return self._by_command(commands, results, [run for runs in sets.values() for run in runs], data, table)
+        return self._by_command(commands, table)
 
-    def _by_command(self, commands: list[list[str]], results: list[str], runs: list[Run], data: dict[str, str | None],
-                    table: Callable[[str], str] | None = None) -> Made:
-        """Runs the commands unless they have made their results from these checkpoints and `data` before: by name a hash of each
-        data set's content, None where it is not there, for results outlive it. Shows what they print, or what `table` makes of
-        each one's result."""
-        folder = self.out / self.experiment.name
-        folder.mkdir(exist_ok=True)
-        commands = [[sys.executable, *argv, *self.experiment.arguments] for argv in commands]
-        times = {str(p): p.stat().st_mtime_ns for run in runs for p in sorted(run.folder.glob("ckpt_*.pt"))}
-        mark = {"commands": commands, "checkpoints": times}
-        kept = folder / "made_from.json"
+    def _by_command(self, commands: list[Command], table: Callable[[Command], str] | None = None) -> Made:
+        """Runs each command unless it has made its results from these checkpoints and this data before. Shows what they print, or
+        what `table` makes of each one's results."""
+        self.folder.mkdir(exist_ok=True)
+        kept = self.folder / "made_from.json"
         saved = _load_json(kept)
-        same = saved.get("mark") == mark and all(
-            content is None or content == saved.get("data", {}).get(name) for name, content in data.items())
-        if not same or not all((folder / name).exists() for name in results):
-            texts = []
-            for argv in commands:
+        made, lines = Made(complete=True), []
+        for command in commands:
+            argv = [sys.executable, *command.argv, *self.experiment.arguments]
+            found = saved.get(command.results[0])
+            mark = command.mark(argv)
+            if not (isinstance(found, dict) and command.has_made(found, mark, self.folder)):
                 print(f"{self.experiment.name}: {shlex.join(['python', *argv[1:]])}", flush=True)
                 log = self.out / "logs" / f"{self.experiment.name}.log"
-                status = execute(argv, log, self.out, self.stop, output=folder / "output.txt")
+                output = self.folder / "output.txt"
+                status = execute(argv, log, self.out, self.stop, output=output)
                 if self.stop.signal:
-                    return Made(["Stopped on request before it was done."])
+                    return Made(["Stopped on request before it was done."], failures=made.failures)
                 if status:
                     reason = last_words(log).removeprefix("error: ")
-                    made = Made([f"**Missing:** {reason}"])
+                    made.complete = False
+                    made.lines.append(f"**Missing:** {reason}  ")
                     if status != 2:  # 2: what it needs is not there, which is no failure of what was made
                         made.failures.append(f"{self.experiment.name}: exit status {status}: {reason} ({log})")
                     print(f"    {reason}", flush=True)
-                    return made
-                texts.append((folder / "output.txt").read_text(encoding="utf-8", errors="replace"))
-            saved = {"mark": mark, "data": data, "texts": texts}
-            save_text(json.dumps(saved) + "\n", kept)
-        pictures = [folder / name for name in results if name.endswith(".png")]
-        lines = []
-        if pictures:
-            shutil.copyfile(pictures[0], self.picture)
-            lines += [f"![{self.experiment.title}]({quote(self.picture.name)})", ""]
-        texts = map(table, results) if table else saved["texts"]
-        for argv, text in zip(commands, texts, strict=True):
-            text = text.strip()
+                    continue
+                found = mark | {"text": output.read_text(encoding="utf-8", errors="replace")}
+                saved[command.results[0]] = found
+                save_text(json.dumps(saved) + "\n", kept)
+            text = (table(command) if table else found["text"]).strip()
             if text.startswith("#"):  # Markdown, to go below this file's own title
                 text = "#" + text.replace("\n#", "\n##")
             elif table is None:
                 text = f"```text\n{text}\n```"
             lines += [_as_typed(["python", *argv[1:]]), "", text, ""]
-        return Made(lines, complete=True)
+        if made.complete and (pictures := [name for command in commands for name in command.results if name.endswith(".png")]):
+            shutil.copyfile(self.folder / pictures[0], self.picture)
+            lines = [f"![{self.experiment.title}]({quote(self.picture.name)})", "", *lines]
+        made.lines += [*([""] if made.lines else []), *lines]
+        return made
 
 
 def _as_typed(argv: list[str]) -> str:
     """A command in Markdown, to be copied into a shell."""
     return f"```sh\n{shlex.join(argv)}\n```"
+
+
+def _is_done(path: Path) -> bool:
+    """Whether an earlier collection has made this text's picture or table."""
+    try:
+        return NOT_DONE not in path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return False
 
 
 def _listing(folder: Path) -> str | None:
@@ -311,22 +340,28 @@ def collect(experiments: dict[str, tuple[Experiment, list[Cell]]], wanted: dict[
         problems = [*collector.problems(), *(f"**Warning:** {warning}.  " for warning in warned)]
         failures += [f"{run}: {wanted[run].state.text}" for run in runs if wanted[run].state.kind == "wrong"]
         text = [f"# {experiment.title}", "", _as_typed(args.command), "",
-                *([TINY_NOTE, ""] if args.scale == "tiny" else []), *problems, *([""] if problems else []), *made.lines]
-        save_text("\n".join(text).rstrip() + "\n", args.out / f"{name}.md")
+                *([TINY_NOTE, ""] if args.scale == "tiny" else []), *problems, *([""] if problems else []),
+                *([] if made.complete else [NOT_DONE, ""]), *made.lines]
+        path = args.out / f"{name}.md"
+        keeps = not made.complete and _is_done(path)
+        if not keeps:
+            save_text("\n".join(text).rstrip() + "\n", path)
         if stop.signal:
             return failures
-        files = [f"{name}.md", *([collector.picture.name] if made.complete and collector.picture.exists() else [])]
+        files = [path.name, *([collector.picture.name] if (made.complete or keeps) and collector.picture.exists() else [])]
         missing = [f"`{run}`" for run in runs if wanted[run].state.kind != "finished"]
         if len(missing) > 3:
             missing = [*missing[:2], f"{len(missing) - 2} more runs, named in {name}.md"]
         if not made.complete:
-            missing.append(made.lines[0].removeprefix("**Missing:** "))
+            missing.append(made.lines[0].removeprefix("**Missing:** ").rstrip())
         finished = sum(wanted[run].state.kind == "finished" for run in runs)
         rows.append([experiment.title, f"{finished} of {len(runs)}" if runs else "none wanted",
-                     ", ".join(f"[{file}]({quote(file)})" for file in files) if made.complete else "nothing",
+                     ", ".join(f"[{file}]({quote(file)})" for file in files) + (" of before" if keeps else "")
+                     if made.complete or keeps else "nothing",
                      ", ".join(missing) or "nothing"])
         if len(experiments) == 1:
-            print("\n".join(["", *text, "", f"written: {', '.join(str(args.out / file) for file in files)}"]))
+            print("\n".join(["", *text, "", f"{'kept, of before' if keeps else 'written'}: "
+                             f"{', '.join(str(args.out / file) for file in files)}"]))
     if len(experiments) > 1:
         overview = f"# Results at scale {args.scale}\n\n{_as_typed(args.command)}\n\n{markdown(rows)}\n"
         save_text(overview, args.out / "results.md")

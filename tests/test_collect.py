@@ -282,6 +282,91 @@ def test_results_are_made_anew_from_other_data_and_outlive_the_data(name, tmp_pa
     assert made() == whole
 
 
+def pairs_of_runs(out: Path, cells: list) -> list[Path]:
+    for cell in cells:
+        write(cell, out, 0.0)
+    return [out / "table2" / f"{cell.run.name}.json" for cell in cells if cell.labels["attention"] == "sa"]
+
+
+@pytest.fixture
+def scoring(monkeypatch):
+    """Stands for eval.tasks: a call for each pair; `fails` is the call that fails or stops, from 1."""
+    def execute(argv, log, out, stop, output):
+        execute.calls.append(Path(argv[-2].removeprefix("--json=")))
+        if len(execute.calls) == execute.fails:
+            stop.signal = execute.signal
+            log.parent.mkdir(exist_ok=True)
+            log.write_text("no memory\n")
+            return 1
+        output.write_text("")
+        execute.calls[-1].write_text("{}")
+        return 0
+
+    execute.calls, execute.fails, execute.signal = [], 0, None
+    monkeypatch.setattr(collect, "execute", execute)
+    monkeypatch.setattr("eval.tasks.read_results", lambda path: path)
+    monkeypatch.setattr("eval.tasks.report", lambda path: f"made of {path.name}")
+    return execute
+
+
+@pytest.mark.parametrize("signal", [None, "SIGINT"])
+def test_finished_pairs_are_kept_and_a_good_table_stays(signal, tmp_path, capsys, scoring):
+    out, cells = tmp_path / "out", planned("table2", "tiny")
+    files = pairs_of_runs(out, cells)
+    argv = ["table2", "--scale=tiny", "--collect", f"--out={out}"]
+    scoring.fails, scoring.signal = 2, signal
+    status, said, _ = run(capsys, *argv)
+    text = (out / "table2.md").read_text()
+    assert status == (0 if signal else 1) and collect.NOT_DONE in text
+    assert scoring.calls == (files[:2] if signal else files)
+    if not signal:  # the others are made and shown
+        assert "**Missing:** no memory" in text and f"made of {files[2].name}" in text and f"made of {files[1].name}" not in text
+    scoring.calls, scoring.fails = [], 0
+    assert run(capsys, *argv)[0] == 0 and scoring.calls == (files[1:] if signal else files[1:2])
+    text = (out / "table2.md").read_text()
+    assert collect.NOT_DONE not in text and all(f"made of {path.name}" in text for path in files)
+
+    (out / cells[2].run.name / "ckpt_00000200.pt").touch()  # another checkpoint: the second pair is to be scored again
+    scoring.calls, scoring.fails, scoring.signal = [], 1, signal
+    status, said, _ = run(capsys, *argv)
+    assert status == (0 if signal else 1) and scoring.calls == files[1:2] and (out / "table2.md").read_text() == text
+    assert signal or "kept, of before: " in said
+    scoring.calls, scoring.fails = [], 0
+    assert run(capsys, *argv)[0] == 0 and scoring.calls == files[1:2]
+
+
+def test_the_overview_keeps_what_was_made_before(tmp_path, capsys, scoring):
+    out = tmp_path / "out"
+    cells = planned("table2", "tiny")
+    pairs_of_runs(out, cells)
+    argv = ["table2", "fig4", "--scale=tiny", "--collect", f"--out={out}"]
+    assert run(capsys, "table2", *argv[2:])[0] == 0
+    (out / cells[2].run.name / "ckpt_00000200.pt").touch()
+    scoring.calls, scoring.fails = [], 1
+    assert run(capsys, *argv)[0] == 1
+    assert "[table2.md](table2.md) of before | no memory |" in re.sub(" +", " ", (out / "results.md").read_text())
+
+
+@pytest.mark.parametrize("figure", ["final", "curves"])
+def test_a_stop_request_leaves_table_and_picture(figure, tmp_path, capsys, monkeypatch):
+    path, out = tmp_path / "pair.py", tmp_path / "out"
+    path.write_text(f'title = "pair"\nfigure = "{figure}"\nbase = ["config/tiny.py"]\ngrid = {{"attention": ["sa", "xsa"]}}\n')
+    for i, cell in enumerate(experiments.read(str(path), "paper").cells([])):
+        write(cell, out, 0.1 * i)
+    assert run(capsys, path, "--collect", f"--out={out}")[0] == 0
+    before = [(out / name).read_bytes() for name in ("pair.md", "pair.png")]
+
+    def window_losses(self, run, notes):
+        self.stop.signal = "SIGTERM"
+        raise collect.InputError("stopped on request")
+
+    monkeypatch.setattr(collect.Collector, "window_losses", window_losses)
+    monkeypatch.setattr(collect, f"draw_{figure}", lambda *_: pytest.fail("nothing is to be drawn"))
+    status, said, _ = run(capsys, path, "--collect", f"--out={out}")
+    assert status == 0 and "stopped on request; the same command goes on" in said
+    assert [(out / name).read_bytes() for name in ("pair.md", "pair.png")] == before
+
+
 AWKWARD = '''
 title = "$odd & [title]"
 figure = "tasks"
