@@ -33,11 +33,13 @@ AGREE = 2e-3  # nats between a checkpoint's loss on the validation windows and w
 
 @dataclass
 class Made:
-    """What was made of an experiment: the lines of its text, whether there is a picture or a table, and what failed."""
+    """What was made of an experiment: the lines of its text, whether all of it is there, what failed, and what a reader should
+    know of it."""
 
     lines: list[str] = field(default_factory=list)
     complete: bool = False
     failures: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -49,15 +51,18 @@ class Command:
     results: list[str]
     runs: list[Run] = field(default_factory=list)
     data: dict[str, str | None] = field(default_factory=dict)
+    machine: dict[str, str] = field(default_factory=dict)  # device and torch version, where results depend on them
 
     def mark(self, argv: list[str]) -> dict[str, Any]:
         """What tells results that it has made from others, to be kept with them."""
         times = {str(p): p.stat().st_mtime_ns for run in self.runs for p in sorted(run.folder.glob("ckpt_*.pt"))}
-        return {"command": argv, "checkpoints": times, "data": self.data}
+        return {"command": argv, "checkpoints": times, "data": self.data, "machine": self.machine}
 
     def has_made(self, kept: dict[str, Any], mark: dict[str, Any], folder: Path) -> bool:
-        """Whether the results in `folder`, with the mark `kept`, are those of `mark`; they outlive the data."""
-        return (all(kept.get(key) == mark[key] for key in mark if key != "data")
+        """Whether the results in `folder`, with the mark `kept`, are those of `mark`. They outlive the data, and a CPU's never
+        replace a GPU's."""
+        gpu_s = _on_cpu(mark) and not _on_cpu(kept)
+        return (all(kept.get(key) == mark[key] for key in mark if key not in ("data", *(["machine"] if gpu_s else [])))
                 and all(content in (None, kept.get("data", {}).get(name)) for name, content in self.data.items())
                 and all((folder / name).exists() for name in self.results))
 
@@ -149,7 +154,7 @@ class Collector:
             "Differences are to the baseline at the same place, ± the standard error of their mean: over seeds, paired, or with "
             "one seed over validation windows, paired (what other text would change, not what another seed would).",
         ]
-        return Made([*(f"**Warning:** {note}.  " for note in notes), *([""] if notes else []), *lines], complete=True)
+        return Made(lines, complete=True, notes=notes)
 
     def gaps(self, points: list[Point]) -> tuple[Gaps, list[str]]:
         """Differences to the baseline, by point and split, and what a reader should know of them."""
@@ -217,7 +222,21 @@ class Collector:
     def block(self) -> Made:
         argv = ["-m", "scripts.bench", "block", *self.experiment.base, f"--json={self.folder / 'block.json'}",
                 f"--out={self.folder}"]
-        return self._by_command([Command(argv, ["block.json", "block.png"])])
+        made = self._by_command([Command(argv, ["block.json", "block.png"], machine=self._machine())])
+        if made.complete and self.args.scale == "paper" and _on_cpu(_load_json(self.folder / "made_from.json")["block.json"]):
+            made.notes.append("measured on a CPU, in a form cut down for it: --collect on a node with a GPU measures the paper's "
+                              "sizes")
+        return made
+
+    def _machine(self) -> dict[str, str]:
+        """What a command with this experiment's arguments would measure on."""
+        import torch
+
+        from scripts.sample import choose_device
+        from tracker import device_name
+
+        given = [text.removeprefix("--device=") for text in self.experiment.arguments if text.startswith("--device=")]
+        return {"device": device_name(choose_device(given[-1] if given else "auto")), "torch": torch.__version__}
 
     def tasks(self) -> Made:
         """A command for each baseline with its variants, whose differences it tests item by item."""
@@ -298,6 +317,10 @@ def _as_typed(argv: list[str]) -> str:
     return f"```sh\n{shlex.join(argv)}\n```"
 
 
+def _on_cpu(mark: dict[str, Any]) -> bool:
+    return str(mark.get("machine", {}).get("device", "")).startswith("cpu")
+
+
 def _is_done(path: Path) -> bool:
     """Whether an earlier collection has made this text's picture or table."""
     try:
@@ -327,14 +350,14 @@ def collect(experiments: dict[str, tuple[Experiment, list[Cell]]], wanted: dict[
             stop: StopRequest) -> list[str]:
     """Writes NAME.md and NAME.png of every experiment, and results.md, their list. Returns what failed, wrong runs included."""
     failures: list[str] = []
-    rows = [["experiment", "runs finished", "made", "missing"]]
+    rows = [["experiment", "runs finished", "made", "missing, or to know"]]
     for name, (experiment, cells) in experiments.items():
         collector = Collector(experiment, cells, wanted, args, stop)
         make: Callable[[], Made] = getattr(collector, experiment.figure)
         made = make()
         runs = list(dict.fromkeys(cell.run.name for cell in cells))
         failures += made.failures
-        warned = collector.data_warnings()
+        warned = collector.data_warnings() + made.notes
         for warning in warned:
             print(f"warning: {name}: {warning}", file=sys.stderr)
         problems = [*collector.problems(), *(f"**Warning:** {warning}.  " for warning in warned)]
@@ -354,6 +377,8 @@ def collect(experiments: dict[str, tuple[Experiment, list[Cell]]], wanted: dict[
             missing = [*missing[:2], f"{len(missing) - 2} more runs, named in {name}.md"]
         if not made.complete:
             missing.append(made.lines[0].removeprefix("**Missing:** ").rstrip())
+        if warned:
+            missing.append(f"{len(warned)} warnings in {name}.md")
         finished = sum(wanted[run].state.kind == "finished" for run in runs)
         rows.append([experiment.title, f"{finished} of {len(runs)}" if runs else "none wanted",
                      ", ".join(f"[{file}]({quote(file)})" for file in files) + (" of before" if keeps else "")

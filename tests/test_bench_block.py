@@ -88,6 +88,7 @@ def test_command(tmp_path, capsys):
     argv = [*TINY, "--lengths=16", "--widths=16", f"--out={tmp_path / 'out'}"]
     assert command.main(argv) == 0
     out = capsys.readouterr().out
+    assert bench.CPU_FORM in out  # and in the title of the picture
     assert "minutes" in out and "time, xsa / sa, T 16, d_model 16" in out and "peak memory, xsa / sa" in out
     record = json.loads((tmp_path / "out" / "block.json").read_text())
     assert (record["dtype"], record["compiled"], record["rounds"], record["arms"]) == ("float32", False, 2, ["sa", "xsa"])

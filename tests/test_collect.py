@@ -36,7 +36,8 @@ def test_collect_names_what_is_missing_unfinished_or_wrong(tmp_path, capsys, fil
     text = (out / "micro.md").read_text()
     assert text in said
     name = cells["2", "sa", 2].run.name
-    assert status == 1 and err == f"error: {name}: {out / name / 'config.json'} has learning_rate=1.0, wanted 0.004\n"
+    errors = [line for line in err.splitlines() if not line.startswith("warning: micro: no standard error over")]
+    assert status == 1 and errors == [f"error: {name}: {out / name / 'config.json'} has learning_rate=1.0, wanted 0.004"]
     assert f"**Wrong:** `{name}`, {out / name / 'config.json'} has learning_rate=1.0, wanted 0.004" in text
     assert f"**Unfinished:** `{cells['2', 'xsa', 1].run.name}`, step 100 of 200" in text
     assert f"**Missing:** `{cells['2', 'xsa', 2].run.name}`, not started" in text
@@ -87,7 +88,8 @@ def test_a_broken_run_is_named_and_the_others_collected(figure, fault, tmp_path,
         assert status == 0 and named[0].startswith("**Missing:**" if fault == "no config" else "**Unfinished:**")
     else:
         assert status == 1 and named[0].startswith("**Wrong:**")
-        assert err.count("\n") == 1 and err.startswith(f"error: {bad.name}: ")
+        errors = [line for line in err.splitlines() if not line.startswith("warning: ")]
+        assert len(errors) == 1 and errors[0].startswith(f"error: {bad.name}: ")
 
 
 @pytest.mark.parametrize("fault, kind, words", [
@@ -345,6 +347,36 @@ def test_the_overview_keeps_what_was_made_before(tmp_path, capsys, scoring):
     scoring.calls, scoring.fails = [], 1
     assert run(capsys, *argv)[0] == 1
     assert "[table2.md](table2.md) of before | no memory |" in re.sub(" +", " ", (out / "results.md").read_text())
+
+
+def test_a_measurement_is_of_one_machine_and_a_cpu_s_replaces_no_gpu_s(tmp_path, capsys, monkeypatch):
+    out, calls = tmp_path / "out", []
+    argv = ["fig2", "--collect", f"--out={out}"]
+
+    def execute(argv, log, out, stop, output):
+        calls.append(argv)
+        output.write_text(f"measured on {execute.device}\n")
+        for name in ("block.json", "block.png"):
+            (out / "fig2" / name).write_text(name)
+        return 0
+
+    def made(device: str, torch_version: str) -> tuple[int, str]:
+        calls.clear()
+        execute.device = device
+        monkeypatch.setattr("tracker.device_name", lambda _: device)
+        monkeypatch.setattr("torch.__version__", torch_version)
+        status, said, err = run(capsys, *argv)
+        assert status == 0, err
+        assert ("warning: fig2: measured on a CPU" in err) == ("**Warning:** measured on a CPU" in said) == ("on cpu" in said)
+        return len(calls), re.search("measured on ((?:cpu|NVIDIA).*)", said)[1]
+
+    monkeypatch.setattr(collect, "execute", execute)
+    cpu, gpu, other = "cpu (2 threads)", "NVIDIA H200", "NVIDIA H100"
+    assert [made(cpu, "2.13.0"), made(cpu, "2.13.0"), made(cpu, "2.14.0")] == [(1, cpu), (0, cpu), (1, cpu)]
+    assert [made(gpu, "2.14.0"), made(gpu, "2.14.0"), made(cpu, "2.13.0")] == [(1, gpu), (0, gpu), (0, gpu)]
+    assert [made(other, "2.14.0"), made(other, "2.15.0")] == [(1, other), (1, other)]
+    (out / "fig2" / "block.png").unlink()
+    assert made(cpu, "2.13.0") == (1, cpu)
 
 
 @pytest.mark.parametrize("figure", ["final", "curves"])

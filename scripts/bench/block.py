@@ -65,6 +65,7 @@ PROCESS_SECONDS = 5  # to start one and load torch
 OUT_OF_MEMORY, NO_TIME = "out of memory", "no time left"
 TIME_LIMIT = {"cuda": 1.01, "cpu": 1.02}  # XSA / SA of a training step, compiled on a GPU, to which a block is held too
 MEMORY_LIMIT = 1.02
+CPU_FORM = "cut down for a CPU: neither the sizes nor the kind of machine of the paper's Fig 2"
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------------
@@ -312,7 +313,8 @@ def draw(record: dict[str, Any], path: Path) -> None:
         figure.suptitle(
             f"One block, forward and backward: {record['hardware']['device']}, {record['dtype']}, "
             f"{'compiled' if record['compiled'] else 'eager'}, batch {config['micro_batch_size']}"
-            + (f"; {missing} measurements are missing, see the table" if missing else ""), fontsize=10,
+            + (f"; {missing} measurements are missing, see the table" if missing else "")
+            + ("" if record["device"] == "cuda" else f"\n{CPU_FORM}"), fontsize=10,
         )
         handles, labels = axes[0, 0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=min(len(arms), 6))
@@ -420,7 +422,7 @@ def main(argv: list[str]) -> int:
         f"T {', '.join(map(str, own.lengths))} at d_model {config.n_embd} ({config.n_head} heads of {config.head_dim}); d_model "
         f"{', '.join(map(str, own.widths))} at T {config.block_size}\n"
         f"{own.rounds} timed rounds each after {WARM_UP_ROUNDS} to warm up: about {sum(seconds) / 60:.1f} minutes, and no new "
-        f"size after {own.minutes:g}; into {own.out}",
+        f"size after {own.minutes:g}; into {own.out}" + ("" if device.type == "cuda" else f"\n{CPU_FORM}"),
         flush=True,
     )
     record: dict[str, Any] = {"arms": own.arms, "cells": [], "config": as_dict(config), "rounds": own.rounds,
