@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -217,7 +218,7 @@ def state_of(folder: Path, wanted: dict[str, Any], explicit: set[str], data: str
     """How far the run in `folder` is with the settings `wanted`, on the data set whose fingerprint is `data` (None: not there to
     be looked at). A setting that its code did not know yet counts where it is one of the `explicit` ones, which the run is
     about."""
-    if folder.exists() and not folder.is_dir():
+    if os.path.lexists(folder) and not folder.is_dir():
         return State("wrong", f"{folder} is not a folder")
     if not (folder / "config.json").exists():
         return State("missing", "not started")
@@ -247,6 +248,10 @@ def state_of(folder: Path, wanted: dict[str, Any], explicit: set[str], data: str
         return State("wrong", f"the validation loss at step {steps['val']:,} is not a number{note}")
     checkpoints = sorted(path.name for path in folder.glob("ckpt_*.pt"))
     behind = checkpoints and checkpoints[-1] < f"ckpt_{planned:08d}.pt"  # killed before the last one; none at all: removed since
+    # Metrics are on the disk before the checkpoint of their step: one without them says that they were lost since, and no resumed
+    # run would write them again.
+    if checkpoints and checkpoints[-1] > "ckpt_00000000.pt" and (not records or (not behind and last < planned)):
+        return State("wrong", f"{folder / 'metrics.jsonl'} ends at step {last:,}, before {checkpoints[-1]}: it is damaged")
     if steps.get("val", -1) < planned or last < planned or behind:
         return State("unfinished", f"step {last:,} of {planned:,}{note}")
     if skipped == sum(record["split"] == "train" for record in records):

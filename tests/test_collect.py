@@ -97,6 +97,11 @@ def test_a_broken_run_is_named_and_the_others_collected(figure, fault, tmp_path,
     ("json", "wrong", "not JSON"), ("line", "wrong", "line 1"), ("older checkpoint", "unfinished", "step 200 of 200"),
     ("seed", "wrong", "seed=9"), ("micro_batch_size", "finished", ""), ("no checkpoint", "finished", ""),
     ("no such setting then", "finished", ""), ("explicit", "wrong", "has no n_sink"),
+    ("NUL bytes", "wrong", "metrics.jsonl ends at step 0, before ckpt_00000200.pt"), ("empty", "wrong", "metrics.jsonl ends at"),
+    ("NUL bytes, unfinished", "wrong", "metrics.jsonl ends at step 0, before ckpt_00000100.pt"),
+    ("half", "wrong", "metrics.jsonl ends at step 100, before ckpt_00000200.pt"), ("begun", "unfinished", "step 0 of 200"),
+    ("killed before its save", "unfinished", "step 120 of 200"), ("last evaluation to come", "unfinished", "step 200 of 200"),
+    ("a link to nowhere", "wrong", "is not a folder"),
 ])
 def test_state_of_a_run(fault, kind, words, tmp_path, file):  # noqa: F811
     cell = experiments.read(str(file), "paper").cells([])[-1]
@@ -114,6 +119,20 @@ def test_state_of_a_run(fault, kind, words, tmp_path, file):  # noqa: F811
         metrics.write_text("oops\n")
     elif fault == "older checkpoint":
         (folder / "ckpt_00000100.pt").touch()
+    elif fault.startswith(("NUL", "empty")):
+        metrics.write_bytes(b"" if fault == "empty" else b"\0" * 500)
+        (folder / f"ckpt_00000{'1' if 'unfinished' in fault else '2'}00.pt").touch()
+    elif fault in ("half", "begun", "killed before its save", "last evaluation to come"):
+        upto, checkpoint = {"half": (100, 200), "begun": (-1, None), "killed before its save": (120, 100),
+                            "last evaluation to come": (200, 200)}[fault]
+        lines = metrics.read_text().splitlines(keepends=True)
+        kept = [line for line in lines if json.loads(line)["step"] <= upto]
+        metrics.write_text("".join(kept[:-1] if fault == "last evaluation to come" else kept))
+        if checkpoint:
+            (folder / f"ckpt_{checkpoint:08d}.pt").touch()
+    elif fault == "a link to nowhere":
+        shutil.rmtree(folder)
+        folder.symlink_to(tmp_path / "nowhere")
     elif fault in ("no such setting then", "explicit"):
         info = json.loads(config.read_text())
         del info["config"]["rope_base" if fault != "explicit" else "n_sink"]
