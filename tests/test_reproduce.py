@@ -1,6 +1,7 @@
 """scripts/reproduce.py: what it plans, starts and restarts (tests/test_collect.py: what it makes of the runs)."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -139,6 +140,16 @@ def test_the_plan_names_every_run_with_its_cost(capsys, tmp_path):
     total = next(line for line in out.splitlines() if line.startswith("all "))
     assert float(total.split()[2].replace(",", "")) == pytest.approx(8 * hours, rel=2e-3)
     assert "no folder 'fineweb'" in out
+
+
+def test_the_readmes_table_has_the_plans_numbers(capsys, tmp_path):
+    table = re.findall(r"^\| [^|]+ \| `(\w+)` \| (\w+) \| ([\d,]+|minutes) \| ", (ROOT / "README.md").read_text(), re.M)
+    assert [name for name, *_ in table] == [*experiments.paper_names(), "all"]
+    for name, runs, hours in table:
+        _, out, _ = run(capsys, name, f"--out={tmp_path}")
+        cells = {cell.run.name for e in (experiments.paper_names() if name == "all" else [name]) for cell in planned(e)}
+        total = next((line.split()[2] for line in out.splitlines() if line.startswith("all  ")), "minutes")
+        assert (runs, hours) == (str(len(cells) or "none"), total), name
 
 
 def test_settings_and_seeds_for_all_runs(capsys, tmp_path, file):
