@@ -203,6 +203,8 @@ def load(path: str | Path, device: torch.device | str = "cpu", mmap: bool = Fals
     except FileNotFoundError:
         raise InputError(f"checkpoint {path} does not exist") from None
     except Exception as error:  # torch.load raises whatever the bytes provoke
+        if Path(path).is_file() and not zipfile.is_zipfile(path):
+            raise InputError(f"{path} is no checkpoint (ckpt_*.pt), or its end is missing") from None
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(f"{path} cannot be read as a checkpoint: {reason}") from None
     keys = state.keys() if isinstance(state, dict) else set()

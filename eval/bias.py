@@ -61,6 +61,7 @@ MEANS = {
     "cos_z_v": "cos(z_i, v_i)",
 }
 MAX_WEIGHTS = {"cpu": 2**23, "cuda": 2**27}  # weights a_ij held at a time
+MAX_SEQUENCES = 1_000_000  # whose means, one for each head and sequence, are kept: about a GB a layer
 RESIDUE = 1e-6  # a z that is smaller than this share of its y is fp32 rounding
 
 Means = dict[str, Tensor]
@@ -335,9 +336,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--device", default="auto", metavar="NAME")
     parser.add_argument("--out", type=Path, default=Path("runs/bias"), metavar="DIR")
     args = parser.parse_args(argv)
-    for key, least in (("sequences", 2), ("batch_size", 1), ("seed", 0)):
-        if getattr(args, key) < least:
-            raise InputError(f"--{key}: wanted at least {least}, found {getattr(args, key)}")
+    for key, least, most in (("sequences", 2, MAX_SEQUENCES), ("batch_size", 1, MAX_SEQUENCES), ("seed", 0, 2**64 - 1)):
+        if not least <= getattr(args, key) <= most:
+            raise InputError(f"--{key}: wanted {least:,} to {most:,}, found {getattr(args, key):,}")
     return args
 
 

@@ -108,15 +108,24 @@ def read_results(path: Path) -> list[dict[str, Any]]:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
             raise ValueError(f"format {content['format']!r}, wanted {FORMAT}")
+        if not content["results"]:
+            raise ValueError("it has no results")
         for result in content["results"]:
-            for key in ("checkpoint", "step", "config", "n_params", "tasks"):
-                result[key]
+            for key, kind in (("checkpoint", str), ("step", int), ("config", dict), ("n_params", int), ("tasks", dict)):
+                if not isinstance(result[key], kind):
+                    raise ValueError(f"{key} is {result[key]!r:.80}")
+            _ = result["config"]["attention"], result["limit"]
+            if result["n_params"] < 1 or not result["tasks"]:
+                raise ValueError("a result is of no weights, or of no task")
             for task, scores in result["tasks"].items():
                 metric = TASKS[task].metric
-                _ = scores[metric], scores[f"{metric}_stderr"], scores["items"]["id"], scores["items"][metric]
+                _ = scores[f"{metric}_stderr"]
+                ids, right = scores["items"]["id"], scores["items"][metric]
+                if not 0 < len(ids) == len(right) or {*right} - {0, 1} or not 0 <= scores[metric] <= 1:
+                    raise ValueError(f"its items of {task} are not whole")
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         what = f"it lacks {error}" if isinstance(error, KeyError) else error
         raise InputError(f"{path} is not a JSON file of python -m eval.tasks: {what}") from None
     return content["results"]

@@ -58,13 +58,16 @@ def test_a_run_against_itself_is_exactly_zero(runs):
     assert paired.paired([1.0], [3.0]) == paired.Paired(2.0, None, 1)
 
 
-@pytest.mark.parametrize("fault", ["nothing there", "no checkpoint", "other windows", "other data", "json"])
+@pytest.mark.parametrize("fault", ["nothing there", "no checkpoint", "other windows", "other data", "json", "a text"])
 def test_bad_input(fault, runs, tmp_path, capsys):
     other, more = runs / "xsa", []
     if fault == "nothing there":
         other = tmp_path / "no"
     elif fault == "no checkpoint":
         other = tmp_path
+    elif fault == "a text":
+        other = tmp_path / "README.md"
+        other.write_text("# A text\n")
     elif fault == "json":
         more = [f"--json={tmp_path}/no/x.json"]
     else:
@@ -80,3 +83,4 @@ def test_bad_input(fault, runs, tmp_path, capsys):
     assert paired.main([str(runs / "sa"), str(other), *more]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.splitlines()[-1].startswith("error: ")
+    assert fault != "a text" or captured.err == f"error: {other} is no checkpoint (ckpt_*.pt), or its end is missing\n"

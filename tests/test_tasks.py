@@ -228,9 +228,29 @@ def test_bad_checkpoints_and_files(tmp_path, capsys):
     (tmp_path / "text.json").write_text("no JSON")
     (tmp_path / "other.json").write_text('{"format": 1, "results": [{"checkpoint": "x"}]}')
     (tmp_path / "newer.json").write_text('{"format": 2}')
-    for name in ("missing.pt", "missing.json", "text.json", "other.json", "newer.json"):
+    (tmp_path / "empty.json").write_text('{"format": 1, "results": []}')
+    (tmp_path / "list.json").write_text("[1]")
+    for name in ("empty.json", "list.json", "missing.pt", "missing.json", "text.json", "other.json", "newer.json"):
         status, out, err = run(capsys, tmp_path / name, "--task_data=/no/such")
         assert status == 2 and out == "" and name in err and err.startswith("error: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("change, wanted", [
+    ({"tasks": {}}, "no task"), ({"n_params": 0}, "no weights"), ({"tasks": []}, "tasks is []"), ({"step": "7"}, "step is '7'"),
+    ({"config": {}}, "'attention'"), ({"checkpoint": None}, "checkpoint is None"), ({"limit": ...}, "'limit'"),
+    ({"tasks": {"chess": {}}}, "'chess'"), ({"id": []}, "items of piqa"), ({"acc_norm": [2]}, "items of piqa"), ({}, None),
+])
+def test_broken_results(change, wanted, tmp_path, capsys):
+    items = {"id": ["a"], "acc_norm": [1]} | {key: value for key, value in change.items() if key in ("id", "acc_norm")}
+    whole = {"checkpoint": "x", "step": 7, "config": {"attention": "sa"}, "n_params": 5, "limit": None,
+             "tasks": {"piqa": {"acc_norm": 1.0, "acc_norm_stderr": None, "items": items}}}
+    result = {key: value for key, value in (whole | change).items() if value is not ...}
+    (tmp_path / "r.json").write_text(json.dumps({"format": 1, "results": [result]}))
+    status, out, err = run(capsys, tmp_path / "r.json")
+    if wanted is None:
+        assert status == 0 and "| sa, 5, x, step 7 |" in out
+    else:
+        assert status == 2 and out == "" and err.count("\n") == 1 and "r.json is not a JSON file of" in err and wanted in err
 
 
 # --- task data ----------------------------------------------------------------------------------------------------------------
