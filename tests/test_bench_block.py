@@ -155,8 +155,45 @@ def test_figures_from_known_numbers():
     time, memory = bench.figures(record)
     assert "T 16" in time and "held" in time and "within the spread" in time
     assert "T 32" in memory and "1.040" in memory and "missed" in memory
+    assert "(the worst of 2 sizes)" in memory
+    arms = {"sa": {"failed": "no time left"}, "xsa": {"failed": "no time left"}}
+    more = [*record["cells"], {"T": 64, "n_embd": 32, "n_head": 4, "arms": arms, "ratios": {}}]
+    assert "(the worst of the 2 measured of 3 sizes)" in bench.figures(record | {"cells": more})[1]
     assert len(bench.figures(record | {"device": "cuda"})) == 1  # eager code on a GPU is held to no time
     assert "missed by 0.0%" not in bench.figures(record | {"device": "cuda", "compiled": True})[0]
+
+
+@pytest.mark.parametrize("arms, measured", [
+    (["sa", "xsa"], lambda T, C, name: True), (["sa", "xsa"], lambda T, C, name: T < 2048 and (C < 3072 or name == "sa")),
+    (["sa", "xsa", "gqa", "gsxa", "swa"], lambda T, C, name: T == 512),
+    (["sa", "xsa", "gqa", "gsxa", "swa"], lambda T, C, name: T < 4096 and (name == "sa" or C < 3072)),
+])
+def test_the_picture_can_be_read(arms, measured, tmp_path, monkeypatch):
+    """What is written at the points crosses neither each other nor an axis, and a panel without a number has no scale."""
+    cells = []
+    for T, C in [*((T, 2048) for T in (512, 1024, 2048, 4096, 8192, 16384)), *((2048, C) for C in (1024, 3072, 4096))]:
+        ms = T * (C + T) / 1e5
+        found = {name: {"step_ms": [ms, ms], "step_ms_quartiles": [ms, ms, ms], "peak_memory_bytes": 300 * T * C}
+                 if measured(T, C, name) else {"failed": "no time left"} for name in arms}
+        cells.append({"T": T, "n_embd": C, "n_head": 16, "arms": found, "ratios": bench.ratios(found, "sa")})
+    record = {"arms": arms, "cells": cells, "config": {"block_size": 2048, "n_embd": 2048, "micro_batch_size": 32},
+              "device": "cpu", "dtype": "float32", "compiled": False, "hardware": {"device": "cpu (2 threads)"}}
+    drawn = []
+    monkeypatch.setattr(bench, "save_picture", lambda figure, path: drawn.append(figure))
+    bench.draw(record, tmp_path / "block.png")
+    drawn[0].canvas.draw()
+    assert bench.CPU_FORM in drawn[0].get_suptitle()
+    for i, axis in enumerate(drawn[0].axes):
+        boxes = [text.get_window_extent() for text in axis.texts]
+        assert boxes and not any(a.overlaps(b) for k, a in enumerate(boxes) for b in boxes[:k])
+        frame = axis.get_window_extent()
+        assert all(frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1 for box in boxes)
+        key = "T" if i < 2 else "n_embd"
+        shown = [cell for cell in cells if cell["n_embd" if key == "T" else "T"] == 2048]
+        assert [tick.get_text() for tick in axis.get_xticklabels()] == [str(x) for x in sorted(cell[key] for cell in shown)]
+        has_numbers = any("failed" not in arm for cell in shown for arm in cell["arms"].values())
+        assert bool(axis.get_yticklabels()) == has_numbers and (axis.get_yscale() == "log") == has_numbers
+    bench.pyplot().close(drawn[0])
 
 
 def test_slopes_of_known_powers():

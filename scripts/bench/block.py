@@ -226,7 +226,8 @@ def table(record: dict[str, Any]) -> str:
 
 
 def figures(record: dict[str, Any]) -> list[str]:
-    """XSA's figures to hold, which are those of a whole step: time where the two axes cross, memory at its worst."""
+    """XSA's figures to hold, which are those of a whole step: time where the two axes cross, memory at its worst, which may have
+    been at a size that was left out."""
     found = [(cell, cell["ratios"]["xsa/sa"]) for cell in record["cells"] if "xsa/sa" in cell["ratios"]]
     config, on_gpu, lines = record["config"], record["device"] == "cuda", []
     for cell, ratio in found:
@@ -235,7 +236,9 @@ def figures(record: dict[str, Any]) -> list[str]:
             lines.append(verdict(what, ratio["time"], TIME_LIMIT[record["device"]], ratio["time_quartiles"]))
     if found:
         cell, ratio = max(found, key=lambda pair: pair[1]["memory"])
-        what = f"peak memory, xsa / sa, T {cell['T']}, d_model {cell['n_embd']} (the worst)"
+        planned = len(record["cells"])
+        of = f"{planned} sizes" if len(found) == planned else f"the {len(found)} measured of {planned} sizes"
+        what = f"peak memory, xsa / sa, T {cell['T']}, d_model {cell['n_embd']} (the worst of {of})"
         lines.append(verdict(what, ratio["memory"], MEMORY_LIMIT))
     return lines
 
@@ -300,15 +303,18 @@ def draw(record: dict[str, Any], path: Path) -> None:
                 slope = ", ".join(f"{name} {grows[name][cost]:.2f}" for name in grows)
                 title = f"{title}, {where}" + (f"\nslope {slope}" if slope else "")
                 axis.set(title=title, xlabel=label, ylabel=f"{cost} ({what})")
-                if not any("failed" not in arm for cell in cells for arm in cell["arms"].values()):
-                    continue  # an axis without a number can have no logarithm
-                axis.set(xscale="log", yscale="log")
+                axis.set_xscale("log")
                 axis.set_xticks(x, [str(value) for value in x])
+                if len(x) > 1:
+                    axis.margins(x=0.12, y=0.14)
+                if not any("failed" not in arm for cell in cells for arm in cell["arms"].values()):
+                    axis.minorticks_off()
+                    axis.set_yticks([])  # an axis without a number can have no logarithm
+                    continue
+                axis.set_yscale("log")
                 axis.minorticks_off()
                 axis.yaxis.set_major_locator(plt.LogLocator(subs=(1, 2, 5)))
                 axis.yaxis.set_major_formatter(plt.FuncFormatter(lambda value, _: f"{value:g}"))
-                if len(x) > 1:
-                    axis.margins(x=0.08, y=0.14)
         missing = sum("failed" in cell["arms"][name] for cell in record["cells"] for name in arms)
         figure.suptitle(
             f"One block, forward and backward: {record['hardware']['device']}, {record['dtype']}, "
@@ -325,11 +331,17 @@ def _write(axes: Any, cells: list[dict[str, Any]], key: str, arms: list[str], un
     """What is missing; and with one arm beside the baseline, its ratio above every point."""
     for cell in cells:
         found = cell["arms"]
-        if failed := [f"{name}: {found[name]['failed']}" for name in arms if "failed" in found[name]]:
+        failed: dict[str, list[str]] = {}
+        for name in arms:
+            if "failed" in found[name]:
+                failed.setdefault(found[name]["failed"], []).append(name)
+        if failed:
+            text = "\n".join(reason if len(names) == len(arms) else f"{reason}: {', '.join(names)}" if len(names) < 4
+                             else f"{reason}: {len(names)} of {len(arms)}" for reason, names in failed.items())
             for axis in axes:
                 axis.axvline(cell[key], alpha=0)  # the place belongs to the axis
-                axis.annotate("\n".join(failed), (cell[key], 0.03), xycoords=("data", "axes fraction"), rotation=90,
-                              ha="center", va="bottom", fontsize=7)
+                axis.annotate(text, (cell[key], 0.03), xycoords=("data", "axes fraction"), rotation=90, ha="center", va="bottom",
+                              fontsize=7)
         elif len(arms) == 2:
             ratio = cell["ratios"][f"{arms[1]}/{arms[0]}"]
             tops = (max(found[name]["step_ms_quartiles"][2] for name in arms),
