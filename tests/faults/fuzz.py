@@ -241,7 +241,7 @@ class Fuzzer:
         runs.state_of(folder, wanted, {"attention"})
         runs.last_step(folder)
         variants = compare.group([runs.read_run(folder), runs.read_run(self.run)])
-        compare.report(variants, min(max(run.train) for variant in variants for run in variant.runs))
+        compare.report(variants, min(max(run.train) for variant in variants for run in variant.runs), [])
         compare.title(variants)
 
     def metrics(self, rng: random.Random) -> None:
