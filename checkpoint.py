@@ -10,6 +10,7 @@ look at them; `damage` does, reading the file once: 0.4 s per GB on one core (2.
 import fcntl
 import os
 import re
+import stat
 import sys
 import threading
 import zipfile
@@ -59,8 +60,18 @@ def step_of(path: Path) -> int:
 
 
 def list_checkpoints(out_dir: str | Path) -> list[Path]:
-    """Complete or not, by step."""
-    return sorted(p for p in Path(out_dir).glob("ckpt_*.pt") if _NAME.fullmatch(p.name))
+    """Whole or not, by step; a folder, pipe or socket of such a name is none. Raises InputError where the system does not tell
+    what one is: it may be the newest."""
+    return sorted(p for p in Path(out_dir).glob("ckpt_*.pt") if _NAME.fullmatch(p.name) and _is_regular(p))
+
+
+def _is_regular(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except OSError as error:
+        if not os.path.lexists(path):  # removed since it was listed, by the run that is going there
+            return False
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def save(out_dir: str | Path, state: dict[str, Any], keep: int, milestone_interval: int = 0) -> Path:
@@ -168,8 +179,9 @@ def latest(out_dir: str | Path, warn=lambda message: None) -> Path | None:
     found = list_checkpoints(out_dir)
     if not found:
         return None
+    marker = Path(out_dir) / _MARKER
     try:
-        marked = (Path(out_dir) / _MARKER).read_text().strip()
+        marked = marker.read_text().strip() if marker.is_file() else ""
     except (OSError, UnicodeDecodeError):
         marked = ""
     faults = []

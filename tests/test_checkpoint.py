@@ -4,6 +4,7 @@ import collections
 import os
 import pickle
 import random
+import socket
 import subprocess
 import sys
 import threading
@@ -98,6 +99,23 @@ def test_only_checkpoints_count(tmp_path):
     checkpoint.save(tmp_path, state_at(2), keep=1)
     assert len(names(tmp_path)) == 9 and checkpoint.latest(tmp_path) == checkpoint.path_of(tmp_path, 2)
     assert checkpoint.latest(tmp_path / "nowhere") is None
+
+
+@pytest.mark.parametrize("name", ["ckpt_00000009.pt", "latest"])
+def test_what_is_no_regular_file_is_neither_checkpoint_nor_marker(tmp_path, name):
+    """Nor is it removed; a pipe that nobody writes into would be waited for."""
+    makers = {"pipe": os.mkfifo, "folder": os.mkdir, "socket": lambda path: socket.socket(socket.AF_UNIX).bind(str(path))}
+    for kind, make in makers.items():
+        folder = tmp_path / kind
+        folder.mkdir()
+        for step in (1, 2):
+            checkpoint.save(folder, state_at(step), keep=9)
+        (folder / name).unlink(missing_ok=True)
+        make(folder / name)
+        assert checkpoint.latest(folder) == checkpoint.path_of(folder, 2), kind
+        if name != "latest":
+            checkpoint.save(folder, state_at(12), keep=1)
+            assert names(folder) == [name, "ckpt_00000012.pt", "latest"]
 
 
 @pytest.mark.parametrize("marker", [None, b"", b"\xff\xfe", b"ckpt_00000099.pt\n", b"../ckpt_00000010.pt", b"x" * 5000, "folder"])
@@ -340,7 +358,7 @@ def test_foreign_files_are_refused_in_one_line_and_no_code_in_them_runs(tmp_path
         with pytest.raises(InputError) as caught:
             checkpoint.choose(load([f"--init_from={path}", f"--out_dir={tmp_path}/new"]))
         assert str(path) in str(caught.value) and "\n" not in str(caught.value), name
-    with pytest.raises(InputError, match="all 14 checkpoints .* the newest: "):
+    with pytest.raises(InputError, match="all 13 checkpoints .* the newest: "):
         checkpoint.latest(tmp_path)
     assert not (tmp_path / "trace").exists()
 
