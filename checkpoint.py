@@ -185,8 +185,9 @@ def latest(out_dir: str | Path, warn=lambda message: None) -> Path | None:
     except (OSError, UnicodeDecodeError):
         marked = ""
     faults = []
-    # The marked one first, then by time of writing: a step number says nothing about which was written last.
-    for path in sorted(found, key=lambda p: (p.name == marked, p.stat().st_mtime, p.name), reverse=True):
+    # The marked one first: after a fall back it is earlier than the damaged ones. The others by step and not by time of writing,
+    # which a copy of the folder does not keep: no run goes on from a step beside later ones (see choose) but those damaged.
+    for path in sorted(found, key=lambda p: (p.name == marked, step_of(p)), reverse=True):
         if (fault := damage(path)) is None:
             return path
         faults.append(f"{path} is damaged ({fault})")

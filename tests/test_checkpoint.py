@@ -119,7 +119,8 @@ def test_what_is_no_regular_file_is_neither_checkpoint_nor_marker(tmp_path, name
 
 
 @pytest.mark.parametrize("marker", [None, b"", b"\xff\xfe", b"ckpt_00000099.pt\n", b"../ckpt_00000010.pt", b"x" * 5000, "folder"])
-def test_without_a_usable_marker_the_last_written_counts(tmp_path, marker):
+def test_without_a_usable_marker_the_highest_step_counts(tmp_path, marker):
+    """Times of writing say nothing: a copy of the folder has others."""
     for step, written in ((30, 1000), (10, 3000), (20, 2000)):
         os.utime(checkpoint.save(tmp_path, state_at(step), keep=9), (written, written))
     (tmp_path / "latest").unlink()
@@ -127,7 +128,14 @@ def test_without_a_usable_marker_the_last_written_counts(tmp_path, marker):
         (tmp_path / "latest").mkdir()
     elif marker is not None:
         (tmp_path / "latest").write_bytes(marker)
-    assert checkpoint.latest(tmp_path) == checkpoint.path_of(tmp_path, 10)
+    assert checkpoint.latest(tmp_path) == checkpoint.path_of(tmp_path, 30)
+
+
+def test_fall_back_is_to_the_highest_step_that_is_whole(tmp_path):
+    for step, written in ((20, 4000), (40, 3000), (60, 2000), (80, 1000)):
+        os.utime(checkpoint.save(tmp_path, state_at(step), keep=9), (written, written))
+    checkpoint.path_of(tmp_path, 80).write_bytes(b"")
+    assert checkpoint.latest(tmp_path) == checkpoint.path_of(tmp_path, 60)
 
 
 def test_marker_wins_over_name_and_time(tmp_path):
