@@ -8,7 +8,9 @@ look at them; `damage` does, reading the file once: 0.4 s per GB on one core (2.
 """
 
 import fcntl
+import io
 import os
+import pickle
 import re
 import stat
 import sys
@@ -173,9 +175,18 @@ def sweep(out_dir: str | Path) -> None:
         p.unlink()
 
 
+class Damaged(InputError):
+    """A file's bytes are not those that were written."""
+
+    def __init__(self, path: str | Path, reason: str) -> None:
+        super().__init__(f"{path} is damaged ({reason})")
+        self.reason = reason
+
+
 def latest(out_dir: str | Path, warn=lambda message: None) -> Path | None:
-    """The newest complete checkpoint, None where there is no checkpoint file at all. `warn` hears of each damaged one that
-    is passed over. Raises InputError where all are damaged: starting from scratch beside them would be no one's wish."""
+    """The newest whole checkpoint, None where there is no checkpoint file at all. `warn` hears of each damaged one that is
+    passed over. Raises InputError where all are damaged, since starting from scratch beside them would be no one's wish, and
+    where a newer one is whole but cannot be read, or not by this code: going on from the one before would overwrite it."""
     found = list_checkpoints(out_dir)
     if not found:
         return None
@@ -195,17 +206,52 @@ def latest(out_dir: str | Path, warn=lambda message: None) -> Path | None:
     raise InputError(f"all {len(found)} checkpoints in {out_dir} are damaged; the newest: {faults[0]}")
 
 
+class _Source(io.FileIO):
+    """A file that fails to be read with an InputError: zipfile takes an OSError for a fault of the archive."""
+
+    read, readall = io.RawIOBase.read, io.RawIOBase.readall  # through readinto
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            return os.readv(self.fileno(), [buffer])
+        except OSError as error:
+            raise InputError(f"{self.name} cannot be read: {error.strerror}") from None
+
+
 def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint file (truncated, a record whose checksum does not match, nothing to continue from), None
-    if nothing."""
+    """What shows that a file's bytes are not those that were written: truncated, a record whose checksum does not match; None
+    if nothing. Raises InputError for a file that cannot be read, and for one that is whole and still nothing to continue from."""
     try:
-        with zipfile.ZipFile(path) as archive:
+        source = _Source(path)
+    except OSError as error:
+        if not os.path.lexists(path):
+            return "it is gone"  # removed since it was listed
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+    try:
+        with io.BufferedReader(source) as file, zipfile.ZipFile(file) as archive:
             if (bad := archive.testzip()) is not None:
                 return f"checksum of {bad} does not match"
-        load(path, mmap=True)  # torch's reader is stricter with the archive than Python's; mapped, it reads no tensor
+    except InputError:
+        raise
+    except MemoryError:
+        raise InputError(f"{path} cannot be read: not enough memory") from None
     except Exception as error:  # zipfile and what decompresses for it raise whatever the bytes provoke
-        return str(error) or type(error).__name__
+        return _reason(error)
+    try:
+        load(path, mmap=True)  # torch's reader is stricter with the archive than Python's; mapped, it reads no tensor
+    except Damaged as error:
+        return error.reason
     return None
+
+
+def _reason(error: Exception) -> str:
+    """An error's first line. What torch says of a pickle that holds more than it should begins with the advice to load it all the
+    same, and run the code in it."""
+    if isinstance(error, pickle.UnpicklingError):
+        found = re.search("unsupported [^\n]*", str(error), re.IGNORECASE)
+        detail = f": {found[0].partition('. ')[0].rstrip('.'):.150}" if found else ""
+        return f"it holds more than plain tensors and plain Python{detail}"
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def load(path: str | Path, device: torch.device | str = "cpu", mmap: bool = False) -> dict[str, Any]:
@@ -215,11 +261,14 @@ def load(path: str | Path, device: torch.device | str = "cpu", mmap: bool = Fals
         state = torch.load(path, map_location=device, weights_only=True, mmap=mmap)
     except FileNotFoundError:
         raise InputError(f"checkpoint {path} does not exist") from None
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror or error}") from None
     except Exception as error:  # torch.load raises whatever the bytes provoke
         if Path(path).is_file() and not zipfile.is_zipfile(path):
             raise InputError(f"{path} is no checkpoint (ckpt_*.pt), or its end is missing") from None
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"{path} cannot be read as a checkpoint: {reason}") from None
+        if "PytorchStreamReader" in str(error) and "file read failed" not in str(error):
+            raise Damaged(path, _reason(error)) from None
+        raise InputError(f"{path} cannot be read as a checkpoint: {_reason(error)}") from None
     keys = state.keys() if isinstance(state, dict) else set()
     if missing := sorted(KEYS.keys() - keys):
         raise InputError(f"{path} is no checkpoint to continue from: it lacks {', '.join(missing)}")
@@ -245,7 +294,8 @@ def choose(config: Config) -> Path | None:
     metrics = Path(config.out_dir) / "metrics.jsonl"
     held = existing[-1].name if existing else metrics.name if metrics.exists() and metrics.stat().st_size else None
     if config.init_from in ("resume", "auto"):
-        path = latest(config.out_dir, warn=lambda message: print(f"warning: {message}", file=sys.stderr))
+        later = "" if config.eval_only else "; when the run comes to its step a whole one replaces it"
+        path = latest(config.out_dir, warn=lambda message: print(f"warning: {message}{later}", file=sys.stderr))
         if path is None and config.init_from == "resume":
             raise InputError(f"init_from=resume, but out_dir={config.out_dir} holds no checkpoint (ckpt_*.pt)")
         return path
@@ -254,7 +304,7 @@ def choose(config: Config) -> Path | None:
         if not path.is_file():
             raise InputError(f"init_from wants scratch, resume, auto or a checkpoint file, found {config.init_from!r}")
         if (fault := damage(path)) is not None:
-            raise InputError(f"init_from={path} cannot be continued from: {fault}")
+            raise InputError(f"init_from={path} is damaged ({fault})")
         if config.eval_only:
             return path
         if held and path.resolve().parent != Path(config.out_dir).resolve():

@@ -103,9 +103,9 @@ def test_checkpoints_run_no_code(fuzzer, tmp_path):
     for payload in payloads:
         for key in ("config", "rng", "wandb_id", "new"):
             torch.save(fuzzer.state | {key: payload}, path)
-            with pytest.raises(InputError), bounded_memory():
-                checkpoint.load(path)
-            assert checkpoint.damage(path) is not None
+            for read in (checkpoint.load, checkpoint.damage):
+                with pytest.raises(InputError), bounded_memory():
+                    read(path)
             if key == "config":
                 with pytest.raises(ValueError):
                     GPT.from_checkpoint(path)
@@ -124,9 +124,9 @@ def test_archive_that_unpacks_to_gigabytes_is_refused_without_holding_it(tmp_pat
             for _ in range(300):
                 file.write(bytes(1 << 20))
     assert path.stat().st_size < 1 << 20
-    with bounded_memory(), pytest.raises(InputError):
-        checkpoint.load(path)
-    assert checkpoint.damage(path) is not None
+    for read in (checkpoint.load, checkpoint.damage):
+        with bounded_memory(), pytest.raises(InputError):
+            read(path)
 
 
 @pytest.mark.parametrize("arguments", [

@@ -86,6 +86,15 @@ def test_checkpoint_from_elsewhere_or_the_future_is_refused_and_left(half, tmp_p
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
+def test_newest_checkpoint_of_a_later_version_is_not_passed_over(half, tmp_path):
+    arguments, folder = half
+    change(folder / "ckpt_00000009.pt", a_later_part={"x": 1})
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    job = run(arguments, tmp_path)
+    assert job.statuses == [2] and "ckpt_00000009.pt is of another version of this code" in job.last_line(), job.text()
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
 @pytest.fixture
 def own_data(half, dataset, tmp_path):
     """The half run's arguments with a copy of its data, and the shard."""
