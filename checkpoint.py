@@ -347,6 +347,41 @@ def check(path: Path, state: dict[str, Any], config: Config, fingerprint: str) -
                              f"batches it had; for another run use another out_dir")
 
 
+def check_fits(state: dict[str, Any], model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raises ValueError unless weights and AdamW's moments are those of this model after the steps that were taken: torch takes
+    what it finds, and its fused AdamW writes beyond the end of a moment that is too small. The model may be sharded."""
+    for name, weight in model.state_dict().items():
+        _insist(state["model"].get(name), weight, name)
+    saved, groups = state["optimizer"], optimizer.state_dict()["param_groups"]
+    if [group["params"] for group in saved["param_groups"]] != [group["params"] for group in groups]:
+        raise ValueError("the optimizer's groups of parameters are not this model's")
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    taken = state["step"] - state["bad_steps"] - state["spikes"]["count"]
+    if saved["state"].keys() != (set(range(len(parameters))) if taken else set()):
+        raise ValueError(f"after {taken} steps taken the optimizer has states of {len(saved['state'])} parameters, "
+                         f"the model has {len(parameters)}")
+    for i, moments in saved["state"].items():
+        name = names[parameters[i]]
+        if moments.keys() != {"step", "exp_avg", "exp_avg_sq"}:
+            raise ValueError(f"the optimizer's state of {name} is {sorted(map(str, moments))}, wanted exp_avg, exp_avg_sq, step")
+        for key in ("exp_avg", "exp_avg_sq"):
+            _insist(moments[key], parameters[i], f"{key} of {name}")
+        _insist(moments["step"], torch.tensor(0.0), f"the optimizer's step of {name}")
+        if moments["step"].item() != taken:
+            raise ValueError(f"the optimizer's step of {name} is {moments['step'].item():g}, wanted {taken}")
+    if len(state["qk_clips"]) != len(model.h):
+        raise ValueError(f"qk_clips has {len(state['qk_clips'])} layers, wanted {len(model.h)}")
+
+
+def _insist(value: Any, like: torch.Tensor, what: str) -> None:
+    """A plain tensor in memory, of one element after the other, with the shape and dtype of `like`."""
+    if type(value) is not torch.Tensor or value.layout != torch.strided or value.is_meta or not value.is_contiguous():
+        raise ValueError(f"{what} is {value!r:.80}, wanted a plain tensor")
+    if value.shape != like.shape or value.dtype != like.dtype:
+        raise ValueError(f"{what} is {value.dtype} {list(value.shape)}, wanted {like.dtype} {list(like.shape)}")
+
+
 def write_aside(path: Path, content: str | Callable[[BinaryIO], object]) -> None:
     """Puts a file in place whole or not at all: text, or what a function writes into an open file."""
     write = content if callable(content) else lambda file: file.write(content.encode())

@@ -556,7 +556,9 @@ class Run:
 
     def _restore(self, state: dict[str, Any]) -> None:
         """All but the weights, which a sharded model takes before it is sharded."""
-        self.optimizer.load_state_dict(self.ranks.share_of(state["optimizer"], self.optimizer))
+        checkpoint.check_fits(state, self.model, self.optimizer)
+        groups = self.optimizer.state_dict()["param_groups"]  # weight decay and betas are the settings'
+        self.optimizer.load_state_dict(self.ranks.share_of(state["optimizer"] | {"param_groups": groups}, self.optimizer))
         if self.scaler.is_enabled() and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         torch.set_rng_state(state["rng"])

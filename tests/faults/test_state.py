@@ -95,6 +95,24 @@ def test_newest_checkpoint_of_a_later_version_is_not_passed_over(half, tmp_path)
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
+@pytest.mark.parametrize("what, value, message", [
+    ("exp_avg", torch.zeros(3), "exp_avg of wte.weight is torch.float32 [3], wanted torch.float32 [257, 32]"),
+    ("step", torch.tensor(0.0), "the optimizer's step of wte.weight is 0, wanted 9"),
+])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_optimizer_state_that_is_not_the_model_s_is_refused(half, tmp_path, what, value, message, ranks):
+    """On two ranks with FSDP, each of which takes its share. Fused AdamW would write beyond the end of a small moment."""
+    arguments, folder = half
+    state = torch.load(folder / "ckpt_00000009.pt", weights_only=True)
+    state["optimizer"]["state"][0][what] = value
+    torch.save(state, folder / "ckpt_00000009.pt")
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    job = run([*arguments, "--parallel=fsdp"], tmp_path, ranks=ranks)
+    assert job.statuses == [2] * ranks, job.text()
+    assert job.last_line().endswith(f"the checkpoint of step 9 does not fit this model: {message}"), job.text()
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
 @pytest.fixture
 def own_data(half, dataset, tmp_path):
     """The half run's arguments with a copy of its data, and the shard."""
