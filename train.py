@@ -19,12 +19,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from command_line import InputError, StopRequest
+
+if __name__ == "__main__":  # before torch is loaded, which takes seconds
+    stop_request = StopRequest()
+
 import numpy as np
 import torch
 
 import checkpoint
 import distributed
-from command_line import InputError, StopRequest
 from configurator import Config, as_dict, load
 from data.loader import Loader, validation_batches
 from data.shards import Dataset, open_dataset
@@ -720,7 +724,6 @@ def autocast_dtype(name: str, device: torch.device) -> torch.dtype | None:
 
 
 if __name__ == "__main__":
-    stop_request = StopRequest()
     exit_status = main(sys.argv[1:], stop_request)
     stop_request.ignore()
     sys.exit(exit_status)

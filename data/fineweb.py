@@ -25,9 +25,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from command_line import ArgumentParser, InputError, Stopped, StopRequest
+
+if __name__ == "__main__":  # before all else is loaded, which takes a second
+    stop_request = StopRequest()
+
 from tqdm import tqdm
 
-from command_line import ArgumentParser, InputError, Stopped, StopRequest
 from data import hub
 from data.documents import SUFFIXES, DocumentError, Source, count_rows, local_source
 from data.local import find_input
@@ -315,8 +319,8 @@ def _shard_numbers(text: str | None) -> list[int]:
     return sorted(numbers)
 
 
-def main(argv: list[str]) -> int:
-    stop = StopRequest()
+def main(argv: list[str], stop: StopRequest | None = None) -> int:
+    stop = stop or StopRequest()
     try:
         own = parse(argv)
         if own.pretokenized:
@@ -346,7 +350,7 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    status = main(sys.argv[1:])
+    status = main(sys.argv[1:], stop_request)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # threads that still wait for the network would hold up the end

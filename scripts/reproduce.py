@@ -33,6 +33,10 @@ from argparse import Namespace
 from pathlib import Path
 
 from command_line import ArgumentParser, InputError, StopRequest, make_output_folder
+
+if __name__ == "__main__":  # before torch is loaded, which takes seconds
+    stop_request = StopRequest()
+
 from configurator import as_dict
 from scripts.experiments import SCALES, Cell, Experiment, names, paper_names, read
 from scripts.launch import (
@@ -201,7 +205,7 @@ def reproduce(args: Namespace, extra: list[str], stop: StopRequest) -> list[str]
     made = [f"{name}.{kind}" for name in experiments for kind in ("md", "png")] if args.collect else []
     make_output_folder("--out", args.out, ["commands.txt", *made, *(["results.md"] if len(made) > 2 else [])])
     failures: list[str] = []
-    if args.launch and runs:
+    if args.launch and runs and not stop.signal:
         prepare_data(runs, args.out, stop)
         if not stop.signal:
             failures += launch(runs, args, stop)
@@ -214,8 +218,8 @@ def reproduce(args: Namespace, extra: list[str], stop: StopRequest) -> list[str]
     return list(dict.fromkeys(failures))  # a wrong run fails the launch, and every experiment that wants it
 
 
-def main(argv: list[str]) -> int:
-    stop = StopRequest()
+def main(argv: list[str], stop: StopRequest | None = None) -> int:
+    stop = stop or StopRequest()
     try:
         args, extra = parse(argv)
         failures = reproduce(args, extra, stop)
@@ -233,4 +237,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], stop_request))

@@ -2,11 +2,14 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from tests.faults.driver import LIMIT, Fault, Job, assert_same_run, await_lines, curve, launch, processes_of, run, soak
+from tests.faults.driver import LIMIT, ROOT, Fault, Job, assert_same_run, await_lines, curve, launch, processes_of, run, soak
 from tests.faults.inject import PLACES
 
 SLOW = ["--max_iters=100000", "--save_interval=100000", "--eval_interval=100000"]
@@ -38,6 +41,43 @@ def test_stop_signal_twice_saves_and_goes_on_later(settings, straight, tmp_path,
     assert run([*arguments, *SLOW, f"--max_iters={step + 2}"], tmp_path).statuses == [0]
     trained = [dict(line)["step"] for line in curve(tmp_path / "run") if dict(line)["split"] == "train"]
     assert trained == list(range(1, step + 3))
+
+
+@pytest.mark.slow  # starts four commands from nothing
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="looks into /proc")
+def test_stop_signal_while_a_command_is_being_loaded(settings, tmp_path):
+    """As soon as there is a handler, which is before a library of torch is in memory."""
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text('{"text": "a"}\n')
+    train = [sys.executable, "-u", "train.py", *settings]
+    module = [sys.executable, "-u", "-m"]
+    commands = [(train, signal.SIGINT), (train, signal.SIGHUP),
+                ([*module, "data.fineweb", f"--input={texts}", "--tokenizer=byte"], signal.SIGINT),
+                ([*module, "scripts.reproduce", "presets", "--scale=tiny"], signal.SIGTERM)]
+    outs = [tmp_path / str(i) for i in range(len(commands))]
+    processes = [subprocess.Popen([*command, f"--out{'_dir' * (command is train)}={out}"], cwd=ROOT, text=True,
+                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+                 for (command, _), out in zip(commands, outs, strict=True)]
+    waiting = {process: number for process, (_, number) in zip(processes, commands, strict=True)}
+    deadline = time.monotonic() + LIMIT
+    while waiting:
+        for process in list(waiting):
+            folder = Path(f"/proc/{process.pid}")
+            if caught(folder) & 1 << signal.SIGHUP - 1:  # Python itself catches SIGINT, to raise KeyboardInterrupt
+                assert "libtorch" not in (folder / "maps").read_text()
+                process.send_signal(waiting.pop(process))
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    for process, out in zip(processes, outs, strict=True):
+        text, _ = process.communicate(timeout=LIMIT)
+        assert process.returncode == 0 and "stopped" in text.splitlines()[-1], text
+        assert not list(out.glob("*")), text
+
+
+def caught(process: Path) -> int:
+    """The signals for which a process has a handler, as bits."""
+    (mask,) = (line.split()[1] for line in (process / "status").read_text().splitlines() if line.startswith("SigCgt"))
+    return int(mask, 16)
 
 
 @pytest.mark.parametrize("place", PLACES)
