@@ -159,12 +159,17 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 def git_commit() -> str | None:
     """The commit of this code, with "-dirty" where tracked files differ from it; None outside git."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--match="]
+    def git(*arguments: str) -> str:
+        # Without optional locks: to refresh the index would make a commit fail that someone makes at that moment. `git describe
+        # --dirty` refreshes it all the same (git 2.39).
+        command = ["git", "--no-optional-locks", *arguments]
+        return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=30, check=True).stdout
+
     try:
-        result = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
+        commit = git("rev-parse", "--verify", "HEAD").strip()
+        return f"{commit}-dirty" if git("status", "--porcelain", "--untracked-files=no") else commit
+    except (OSError, subprocess.SubprocessError):
         return None
-    return result.stdout.strip() or None if result.returncode == 0 else None
 
 
 _CONSOLE_SECONDS = 5.0

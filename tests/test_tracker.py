@@ -201,6 +201,26 @@ def test_git_commit_is_head_and_none_outside_git(monkeypatch, tmp_path):
     assert tracker.git_commit() is None
 
 
+def test_git_commit_leaves_the_repository_s_index_alone(tmp_path, monkeypatch):
+    """git describe --dirty would refresh it, under a lock in which another's commit fails."""
+    def git(*arguments: str) -> None:
+        command = ["git", "-c", "user.name=a", "-c", "user.email=b", *arguments]
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+
+    git("init")
+    (tmp_path / "tracker.py").write_text("x")
+    git("add", "tracker.py")
+    git("commit", "-m", "first")
+    os.utime(tmp_path / "tracker.py", (1000, 1000))  # the same content; only the index has to be told
+    before = (tmp_path / ".git" / "index").read_bytes()
+    monkeypatch.setattr(tracker, "__file__", str(tmp_path / "tracker.py"))
+    assert len(tracker.git_commit()) == 40
+    (tmp_path / "tracker.py").write_text("y")
+    (tmp_path / "untracked").write_text("y")
+    assert tracker.git_commit().endswith("-dirty")
+    assert (tmp_path / ".git" / "index").read_bytes() == before
+
+
 def test_clock_counts_steps_and_leaves_out_pauses():
     clock = Clock()
     time.sleep(0.04)
