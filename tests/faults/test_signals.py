@@ -58,20 +58,24 @@ def test_stop_signal_while_a_command_is_being_loaded(settings, tmp_path):
     processes = [subprocess.Popen([*command, f"--out{'_dir' * (command is train)}={out}"], cwd=ROOT, text=True,
                                   stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
                  for (command, _), out in zip(commands, outs, strict=True)]
-    waiting = {process: number for process, (_, number) in zip(processes, commands, strict=True)}
-    deadline = time.monotonic() + LIMIT
-    while waiting:
-        for process in list(waiting):
-            folder = Path(f"/proc/{process.pid}")
-            if caught(folder) & 1 << signal.SIGHUP - 1:  # Python itself catches SIGINT, to raise KeyboardInterrupt
-                assert "libtorch" not in (folder / "maps").read_text()
-                process.send_signal(waiting.pop(process))
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    for process, out in zip(processes, outs, strict=True):
-        text, _ = process.communicate(timeout=LIMIT)
-        assert process.returncode == 0 and "stopped" in text.splitlines()[-1], text
-        assert not list(out.glob("*")), text
+    try:
+        waiting = {process: number for process, (_, number) in zip(processes, commands, strict=True)}
+        deadline = time.monotonic() + LIMIT
+        while waiting:
+            for process in list(waiting):
+                folder = Path(f"/proc/{process.pid}")
+                if caught(folder) & 1 << signal.SIGHUP - 1:  # Python itself catches SIGINT, to raise KeyboardInterrupt
+                    assert "libtorch" not in (folder / "maps").read_text()
+                    process.send_signal(waiting.pop(process))
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        for process, out in zip(processes, outs, strict=True):
+            text, _ = process.communicate(timeout=LIMIT)
+            assert process.returncode == 0 and "stopped" in text.splitlines()[-1], text
+            assert not list(out.glob("*")), text
+    finally:
+        for process in processes:
+            process.kill()
 
 
 def caught(process: Path) -> int:
