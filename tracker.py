@@ -173,6 +173,8 @@ def git_commit() -> str | None:
 
 
 _CONSOLE_SECONDS = 5.0
+# What wandb says of itself on the console would stand after a run's last words; its own limit for finding a server is 90 s.
+_WANDB_DEFAULTS = {"WANDB_SILENT": "true", "WANDB_INIT_TIMEOUT": "30"}
 PROFILED_STEPS = 5
 
 
@@ -265,6 +267,7 @@ class Tracker(Silent):
         try:
             import wandb
 
+            os.environ.update(_WANDB_DEFAULTS | os.environ)
             arguments = dict(
                 project=config.wandb_project,
                 name=config.wandb_run_name or Path(config.out_dir).resolve().name,
@@ -282,11 +285,14 @@ class Tracker(Silent):
                 if mode != "online":
                     raise
                 self.say(f"wandb: no way to the server ({_brief(error)}); logging offline")
+                wandb.teardown()  # its service holds the run that it could not begin, and with it the id
                 run = wandb.init(mode="offline", **arguments)
             run.define_metric("step")
             run.define_metric("tokens")
             run.define_metric("*", step_metric="step")
-            if mode == "offline" or run.offline:
+            if mode == "online" and not run.offline:
+                self.say(f"wandb: {run.url}")
+            elif run.offline:
                 self.say(f"wandb: offline; upload later with `wandb sync {config.out_dir}/wandb/offline-run-*`")
             return run
         except Exception as error:

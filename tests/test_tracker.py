@@ -260,7 +260,7 @@ def test_peak_memory_of_the_cpu_is_the_process_s():
 
 
 class FakeRun:
-    offline = True
+    offline, url = True, "https://wandb.example/run"
 
     def __init__(self, fail_at: int | None = None, fail_finish: bool = False):
         self.logged, self.metrics, self.fail_at, self.fail_finish, self.exit_code = [], [], fail_at, fail_finish, None
@@ -281,7 +281,7 @@ class FakeRun:
 
 def fake_wandb(monkeypatch, init, login: bool = False) -> None:
     module = types.ModuleType("wandb")
-    module.init, module.login = init, lambda prompt, verify: login
+    module.init, module.login, module.teardown = init, lambda prompt, verify: login, lambda: None
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.delenv("WANDB_MODE", raising=False)
 
@@ -332,9 +332,21 @@ def test_wandb_offline_where_the_server_does_not_answer(tmp_path, monkeypatch, c
         return run
 
     fake_wandb(monkeypatch, init, login=True)
+    monkeypatch.setattr(sys.modules["wandb"], "teardown", lambda: modes.append("teardown"))
     said = run_three_steps(tmp_path, capsys)
-    assert modes == ["online", "offline"] and len(run.logged) == 4
+    assert modes == ["online", "teardown", "offline"] and len(run.logged) == 4
     assert "no answer" in said[0] and "wandb sync" in said[1] and len(said) == 2
+
+
+def test_wandb_is_silent_and_does_not_wait_for_long_unless_the_environment_says_otherwise(tmp_path, monkeypatch, capsys):
+    """Of a run online the tracker itself says where it is."""
+    run, seen = FakeRun(), []
+    run.offline = False
+    fake_wandb(monkeypatch, lambda **_: seen.append([os.environ[name] for name in ("WANDB_SILENT", "WANDB_INIT_TIMEOUT")]) or run,
+               login=True)
+    monkeypatch.setattr(os, "environ", os.environ.copy() | {"WANDB_INIT_TIMEOUT": "300"})
+    assert run_three_steps(tmp_path, capsys) == ["wandb: https://wandb.example/run"]
+    assert seen == [["true", "300"]]
 
 
 def test_wandb_log_raises_in_mid_run(tmp_path, monkeypatch, capsys):

@@ -49,7 +49,8 @@ def test_writes_only_into_out_dir_and_tells_no_secret(settings, dataset, tmp_pat
 def test_wandb_gets_no_secret(settings, tmp_path):
     """Everything that is handed to wandb, written down by a stand-in."""
     (tmp_path / "wandb.py").write_text(
-        "class Run:\n    offline = False\n    def define_metric(self, *a, **k): ...\n    def finish(self, **k): ...\n"
+        "class Run:\n    offline, url = False, 'https://wandb.example/run'\n"
+        "    def define_metric(self, *a, **k): ...\n    def finish(self, **k): ...\n"
         f"    def log(self, record): open({str(tmp_path / 'told')!r}, 'a').write(repr(record))\n"
         "def login(**more): return True\n"
         f"def init(**more):\n    open({str(tmp_path / 'told')!r}, 'a').write(repr(more))\n    return Run()\n")
