@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from checkpoint import write_aside
+from checkpoint import list_checkpoints, write_aside
+from command_line import InputError
 from configurator import Config
 
 # Dense bf16 peak in FLOP/s and memory in GB (1e9 bytes) by the words that torch.cuda.get_device_name contains; vendors' data
@@ -195,18 +196,25 @@ class Silent:
 
 
 class Tracker(Silent):
-    """Opens the run's files in config.out_dir. `step` is the one that the run continues from and `evaluated` whether its
+    """Opens the run's files in config.out_dir. Raises OSError, and InputError for a pipe in the place of one, on which the run
+    would wait for someone who reads it. `step` is the one that the run continues from and `evaluated` whether its
     evaluation is done: later lines of metrics.jsonl, which the run will write again, are cut off."""
 
     def __init__(self, config: Config, step: int, evaluated: bool, wandb_id: str | None, info: dict[str, Any]):
         out_dir = Path(config.out_dir)
-        self._log = open(out_dir / "log.txt", "a", encoding="utf-8")
         path = out_dir / "metrics.jsonl"
-        cut_back(path, step, evaluated)
+        for file in (path, out_dir / "log.txt"):
+            if file.is_fifo():
+                raise InputError(f"{file} is a pipe, wanted a file")
+        self._log = open(out_dir / "log.txt", "a", encoding="utf-8")
+        lost = cut_back(path, step, evaluated) if path.exists() else "is not there"
+        branched = not list_checkpoints(out_dir)  # from a checkpoint elsewhere, where its record is
         self._metrics = open(path, "a", encoding="utf-8")
         write_aside(out_dir / "config.json", json.dumps(info, indent=2) + "\n")
         self._bar = tqdm(total=config.max_iters, initial=step, unit="step", disable=None, dynamic_ncols=True, smoothing=0.05)
         self._said = -math.inf
+        if lost and step and not branched:
+            self.say(f"warning: {path} {lost}: the record of the {step:,} steps so far is not complete")
         self.wandb_id = wandb_id
         self._wandb = self._start_wandb(config, info) if config.wandb_log else None
 
@@ -312,24 +320,27 @@ def _append(file: TextIO, line: str) -> None:
         raise OSError(f"{file.name} cannot be written: {error.strerror or error}") from error
 
 
-def cut_back(path: Path, step: int, evaluated: bool) -> None:
+def cut_back(path: Path, step: int, evaluated: bool) -> str:
     """Removes from a metrics file what comes after `step`, what that step's evaluation left where it is still to come, and a
-    line that a crash left unfinished. The rest is untouched; the file is replaced whole or not at all."""
+    line that a crash left unfinished. The rest is untouched; the file is replaced whole or not at all. Returns what is wrong with
+    it beyond that, "" if nothing."""
     if not path.exists():
-        return
+        return ""
     text = path.read_text(encoding="utf-8", errors="replace")
-    kept = []
+    kept, junk = [], 0
     for line in text.splitlines(keepends=True):
         try:
             record = json.loads(line)
             of_step = record["split"] in ("train", "diagnostics")  # the step's own, written before its evaluation begins
             late = not record["step"] <= step or (record["step"] == step and not of_step and not evaluated)
         except (ValueError, KeyError, TypeError, RecursionError):
+            junk += line.endswith("\n")
             continue
         if not late and line.endswith("\n"):
             kept.append(line)
     if "".join(kept) != text:
         write_aside(path, "".join(kept))
+    return f"had {junk:,} lines that are no records" if junk else "" if kept else "had no records"
 
 
 def _brief(error: Exception) -> str:

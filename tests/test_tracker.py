@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import tracker
+from command_line import InputError
 from configurator import as_dict, load
 from tracker import Clock, Silent, Tracker, cut_back, peak_flops
 
@@ -71,6 +72,38 @@ def test_cut_back_removes_what_is_no_record(tmp_path):
     path.write_bytes(line(1).encode() + junk + line(2).encode())
     cut_back(path, 5, True)
     assert path.read_text() == line(1) + line(2)
+
+
+@pytest.mark.parametrize("content, said", [
+    (None, "is not there"), (b"", "had no records"), (b"\x8b\xff" * 5000, "had no records"),
+    (b"".join(bytes([i % 9 + 60]) * 7 + b"\n" for i in range(20)), "had 20 lines that are no records"),
+    (line(1).encode() + b"oops\n" + line(2).encode(), "had 1 lines that are no records"),
+    (line(5).encode(), "had no records"),
+    (line(1).encode() + line(2).encode()[:-9], None), ("".join(WRITTEN).encode(), None),
+])
+def test_a_record_that_is_gone_or_spoilt_is_told_in_one_line(tmp_path, capsys, content, said):
+    (tmp_path / "ckpt_00000003.pt").write_bytes(b"")
+    if content is not None:
+        (tmp_path / "metrics.jsonl").write_bytes(content)
+    open_tracker(tmp_path, step=3).close()
+    told = (tmp_path / "log.txt").read_text()
+    assert told == capsys.readouterr().out
+    assert told == ("" if said is None else
+                    f"warning: {tmp_path}/metrics.jsonl {said}: the record of the 3 steps so far is not complete\n")
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_a_new_run_and_a_branch_from_elsewhere_miss_no_record(tmp_path, capsys, step):
+    open_tracker(tmp_path, step=step).close()
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "log.txt"])
+def test_a_pipe_in_the_place_of_a_file_is_refused(tmp_path, name):
+    """To open it would be to wait for its other end."""
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(InputError, match=f"{name} is a pipe, wanted a file"):
+        open_tracker(tmp_path)
 
 
 def test_cut_back_does_not_touch_a_file_that_is_right_or_absent(tmp_path):
