@@ -410,6 +410,11 @@ def until_done(path: Path) -> Path:
     return path.with_name(f"{path.stem}.unfinished{path.suffix}") if path.exists() else path
 
 
+def refusal(error: OSError) -> str:
+    """What the system refused, as write_aside says it: "FILE cannot be written: No space left on device"."""
+    return f"{error.filename} cannot be written: {error.strerror}" if error.filename and error.strerror else str(error)
+
+
 def _disk_error(error: BaseException | None) -> OSError | None:
     """The operating system's word in an error or in what led to it: torch.save hides a full disk behind an error of its own."""
     while error is not None and not isinstance(error, OSError):

@@ -12,6 +12,7 @@ Shape letters: B batch, T time, S keys, C model width, H query heads, K key/valu
 import functools
 import hashlib
 import math
+import pickle
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
@@ -736,8 +737,10 @@ class GPT(nn.Module):
             with torch.device("meta"):
                 model = cls(config)
             model.load_state_dict(state["model"], assign=True)
+        except pickle.UnpicklingError:  # torch advises to load it all the same, and run the code in it
+            raise ValueError(f"{path} is not a checkpoint of train.py: it holds more than tensors and plain Python") from None
         except Exception as error:  # torch.load raises whatever the bytes provoke
-            raise ValueError(f"{path} is not a checkpoint of train.py: {error}") from error
+            raise ValueError(f"{path} is not a checkpoint of train.py: {str(error) or type(error).__name__}") from error
         return model.eval()
 
     @torch.no_grad()

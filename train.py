@@ -283,7 +283,7 @@ class Run:
             self.locked = True
             checkpoint.sweep(out_dir)
         except OSError as error:
-            raise InputError(f"out_dir={out_dir}: {error}") from None
+            raise InputError(f"out_dir={out_dir}: {checkpoint.refusal(error)}") from None
 
     def _build(self, state: dict[str, Any] | None) -> None:
         """Model, optimizer and scaler, new or from a checkpoint's state."""
@@ -339,7 +339,7 @@ class Run:
                 self.wandb_id = self.tracker.wandb_id
                 self.tracker.say(self._settings_table())
             except OSError as error:
-                fault = InputError(f"out_dir={config.out_dir}: {error}")
+                fault = InputError(f"out_dir={config.out_dir}: {checkpoint.refusal(error)}")
             except Exception as error:
                 fault = error
         self.ranks.agree(fault)
@@ -418,10 +418,8 @@ class Run:
         places = [place(i) for i, loss in enumerate(losses) if not (bad_ranks and math.isfinite(loss))]
         everyones = self.ranks.gather_objects(places)
         what = f"non-finite loss on ranks {bad_ranks}" if bad_ranks else "finite losses, non-finite gradient on all ranks"
-        where = "; ".join(
-            f"rank {rank}: {', '.join(everyones[rank][:4])}{', ...' if len(everyones[rank]) > 4 else ''}"
-            for rank in (bad_ranks or range(len(gathered)))
-        )
+        involved = bad_ranks or range(len(gathered))
+        where = first_two([f"rank {rank}: {first_two(everyones[rank], ', ')}" for rank in involved], "; ")
         self.bad_step = f"step {self.step}: {what}: {where}; skipped ({self.bad_steps_in_row} in a row, {self.bad_steps} in all)"
         self.tracker.say(f"warning: {self.bad_step}")
 
@@ -690,6 +688,11 @@ def is_out_of_memory(error: Exception) -> bool:
     """Whether memory has run out, a GPU's or the host's; torch's CPU allocator says so in words alone."""
     said = isinstance(error, RuntimeError) and re.search("not enough memory|can't allocate memory", str(error))
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or bool(said)
+
+
+def first_two(texts: list[str], separator: str) -> str:
+    """The first two of what may be hundreds, and how many more there are."""
+    return separator.join([*texts[:2], *([f"and {len(texts) - 2} more"] if len(texts) > 2 else [])])
 
 
 def describe_scores(scores: dict[str, dict[str, Any]]) -> str:

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -73,15 +74,28 @@ def test_read_only_out_dir(settings, straight, frozen, tmp_path):
     arguments = [*settings, f"--out_dir={frozen}"]
     assert run(arguments, tmp_path).statuses == [0]  # finished
     job = run([*arguments, "--max_iters=20"], tmp_path)
-    assert job.statuses == [2] and job.last_line().startswith(f"error: out_dir={frozen}: "), job.text()
+    assert job.statuses == [2] and "[Errno" not in job.text()
+    assert re.match(f"error: out_dir={frozen}: {frozen}/[^ ]* cannot be written: Operation not", job.last_line()), job.text()
     job = run([*arguments, "--eval_only=True"], tmp_path)
     assert job.statuses == [0] and "validation loss" in job.last_line()
     assert curve(frozen) == curve(straight)
 
 
+def test_out_dir_that_cannot_be_made_or_written_is_told_without_the_system_s_numbers(settings, tmp_path):
+    """A file where a folder should be, a folder where a file should be."""
+    (tmp_path / "file").write_text("")
+    (tmp_path / "run" / "log.txt").mkdir(parents=True)
+    for out_dir, refused, reason in ((tmp_path / "file" / "run", tmp_path / "file" / "run", "Not a directory"),
+                                     (tmp_path / "run", tmp_path / "run" / "log.txt", "Is a directory")):
+        job = run([*settings, f"--out_dir={out_dir}"], tmp_path)
+        assert job.statuses == [2]
+        assert job.last_line() == f"error: out_dir={out_dir}: {refused} cannot be written: {reason}", job.text()
+
+
 def test_read_only_parent(settings, frozen, tmp_path):
     job = run([*settings, f"--out_dir={frozen}/new/run"], tmp_path)
-    assert job.statuses == [2] and "out_dir=" in job.last_line() and "Traceback" not in job.text(), job.text()
+    assert job.statuses == [2] and "Traceback" not in job.text() and "[Errno" not in job.text(), job.text()
+    assert re.match(f"error: out_dir={frozen}/new/run: {frozen}/new cannot be written: ", job.last_line()), job.text()
 
 
 def test_second_run_in_an_out_dir_is_refused_at_any_number_of_ranks(settings, tmp_path):

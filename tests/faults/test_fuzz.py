@@ -107,7 +107,7 @@ def test_checkpoints_run_no_code(fuzzer, tmp_path):
                 with pytest.raises(InputError), bounded_memory():
                     read(path)
             if key == "config":
-                with pytest.raises(ValueError):
+                with pytest.raises(ValueError, match="more than tensors and plain Python$|: MemoryError$"):
                     GPT.from_checkpoint(path)
     path.write_bytes(pickle.dumps(payloads[0]))  # the form before zip archives
     with pytest.raises(InputError):
