@@ -11,6 +11,7 @@ never repeated: the same command goes on where it was. Flags:
     --launch=HOW     local: one process after the other; torchrun: one run after the other on this node's --n_gpus GPUs; slurm: a
                      job each (scripts/slurm/train.sbatch)
     --collect        evaluate finished runs where the figure wants it (on this machine's GPU, if there is one), draw, tabulate
+                     (what is there stays until a better one is made; what is evaluated is kept, also when this is interrupted)
     --scale=SCALE    paper, or tiny: the same experiments at sizes for two cores, on the quick start's data. Without --launch,
                      --collect or --plan it is run locally and collected
     --plan           only say what would be run
