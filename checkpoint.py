@@ -347,9 +347,10 @@ def check(path: Path, state: dict[str, Any], config: Config, fingerprint: str) -
                              f"batches it had; for another run use another out_dir")
 
 
-def check_fits(state: dict[str, Any], model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raises ValueError unless weights and AdamW's moments are those of this model after the steps that were taken: torch takes
-    what it finds, and its fused AdamW writes beyond the end of a moment that is too small. The model may be sharded."""
+def optimizer_state(state: dict[str, Any], model: torch.nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Any]:
+    """What AdamW is to load: the checkpoint's moments, with weight decay and betas of this optimizer, which are the settings'.
+    Raises ValueError unless weights and moments are those of this model, which may be sharded, after the steps that were taken:
+    torch takes what it finds, and its fused AdamW writes beyond the end of a moment that is too small."""
     for name, weight in model.state_dict().items():
         _insist(state["model"].get(name), weight, name)
     saved, groups = state["optimizer"], optimizer.state_dict()["param_groups"]
@@ -372,6 +373,7 @@ def check_fits(state: dict[str, Any], model: torch.nn.Module, optimizer: torch.o
             raise ValueError(f"the optimizer's step of {name} is {moments['step'].item():g}, wanted {taken}")
     if len(state["qk_clips"]) != len(model.h):
         raise ValueError(f"qk_clips has {len(state['qk_clips'])} layers, wanted {len(model.h)}")
+    return saved | {"param_groups": groups}
 
 
 def _insist(value: Any, like: torch.Tensor, what: str) -> None:

@@ -24,6 +24,11 @@ class InputError(Exception):
         super().__init__(" ".join(str(message).split("\n")))
 
 
+def first_two(texts: list[str], separator: str) -> str:
+    """For a message: the first two of what may be hundreds, and how many more there are."""
+    return separator.join([*texts[:2], *([f"and {len(texts) - 2} more"] if len(texts) > 2 else [])])
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """argparse whose faults are InputErrors, one line each. Takes no abbreviated options; --skip-bad means --skip_bad."""
 

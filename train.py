@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from command_line import InputError, StopRequest
+from command_line import InputError, StopRequest, first_two
 
 if __name__ == "__main__":  # before torch is loaded, which takes seconds
     stop_request = StopRequest()
@@ -418,8 +418,8 @@ class Run:
         places = [place(i) for i, loss in enumerate(losses) if not (bad_ranks and math.isfinite(loss))]
         everyones = self.ranks.gather_objects(places)
         what = f"non-finite loss on ranks {bad_ranks}" if bad_ranks else "finite losses, non-finite gradient on all ranks"
-        involved = bad_ranks or range(len(gathered))
-        where = first_two([f"rank {rank}: {first_two(everyones[rank], ', ')}" for rank in involved], "; ")
+        found = [f"rank {rank}: {first_two(everyones[rank], ', ')}" for rank in bad_ranks or range(len(gathered))]
+        where = first_two(found, "; ")
         self.bad_step = f"step {self.step}: {what}: {where}; skipped ({self.bad_steps_in_row} in a row, {self.bad_steps} in all)"
         self.tracker.say(f"warning: {self.bad_step}")
 
@@ -558,9 +558,8 @@ class Run:
 
     def _restore(self, state: dict[str, Any]) -> None:
         """All but the weights, which a sharded model takes before it is sharded."""
-        checkpoint.check_fits(state, self.model, self.optimizer)
-        groups = self.optimizer.state_dict()["param_groups"]  # weight decay and betas are the settings'
-        self.optimizer.load_state_dict(self.ranks.share_of(state["optimizer"] | {"param_groups": groups}, self.optimizer))
+        moments = checkpoint.optimizer_state(state, self.model, self.optimizer)
+        self.optimizer.load_state_dict(self.ranks.share_of(moments, self.optimizer))
         if self.scaler.is_enabled() and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         torch.set_rng_state(state["rng"])
@@ -688,11 +687,6 @@ def is_out_of_memory(error: Exception) -> bool:
     """Whether memory has run out, a GPU's or the host's; torch's CPU allocator says so in words alone."""
     said = isinstance(error, RuntimeError) and re.search("not enough memory|can't allocate memory", str(error))
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or bool(said)
-
-
-def first_two(texts: list[str], separator: str) -> str:
-    """The first two of what may be hundreds, and how many more there are."""
-    return separator.join([*texts[:2], *([f"and {len(texts) - 2} more"] if len(texts) > 2 else [])])
 
 
 def describe_scores(scores: dict[str, dict[str, Any]]) -> str:

@@ -506,6 +506,11 @@ def test_non_finite_steps_are_skipped_counted_and_end_the_run(dataset, tmp_path,
     assert (tmp_path / "b" / "ckpt_00000003.pt").exists()  # what was saved is there
 
 
+def test_first_two():
+    assert train.first_two(["a"], ", ") == "a" and train.first_two(["a", "b"], "; ") == "a; b"
+    assert train.first_two(list("abcde"), "; ") == "a; b; and 3 more"
+
+
 def test_non_finite_gradient_of_finite_losses_names_the_first_windows(dataset, tmp_path, capsys, monkeypatch):
     """What an overflow in fp16 looks like."""
     monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda gradients: torch.tensor(math.inf))
@@ -515,7 +520,6 @@ def test_non_finite_gradient_of_finite_losses_names_the_first_windows(dataset, t
     assert last.startswith(f"error: step 1: {what}")
     assert "), micro-step 1 (slots 2-3," in last and last.count("micro-step") == 2
     assert "), and 2 more; skipped (1 in a row" in last
-    assert train.first_two(["a", "b"], "; ") == "a; b" and train.first_two(list("abcde"), "; ") == "a; b; and 3 more"
 
 
 def test_exploding_learning_rate_stops_the_run(dataset, tmp_path, capsys):
