@@ -51,7 +51,7 @@ def test_clips_are_counted_by_layer_and_bound_the_logits(dataset, tmp_path):  # 
     lines = steps(run(tmp_path / "r", dataset, *CLIP))
     clips = [line["qk_clips"] for line in lines]
     assert clips == sorted(clips) and 0 < clips[0] <= 4 and clips[-1] > clips[0]
-    assert lines[0]["max_logit"] > 2 * lines[-1]["max_logit"]
+    assert lines[0]["max_logit"] > 1.5 * lines[-1]["max_logit"]
     state = torch.load(tmp_path / "r" / "ckpt_00000012.pt", weights_only=True)
     assert len(state["qk_clips"]) == 2 and sum(state["qk_clips"]) == clips[-1]
     assert f"clipped {clips[-1]} times" in (tmp_path / "r" / "log.txt").read_text()

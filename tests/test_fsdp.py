@@ -241,7 +241,7 @@ from torch.distributed.tensor import DTensor
 import distributed
 from configurator import load
 from model import GPT
-from scripts.plan import _status
+from scripts.bench.memory import process_status
 from train import configure_optimizer
 
 config = load(sys.argv[1:])
@@ -264,12 +264,12 @@ def work(config):
 
 small = ["--n_layer=1", "--n_embd=32", "--n_head=1", "--vocab_size=64", "--block_size=16", "--eval_tokens=16"]
 work(load([*sys.argv[1:], *small]))  # loads what a first step loads
-before = _status("VmRSS")
+before = process_status("VmRSS")
 model, optimizer = work(config)
-peak = _status("VmHWM") - before
+peak = process_status("VmHWM") - before
 state = [*model.parameters(), *(value for moments in optimizer.state.values() for value in moments.values())]
 held = sum(distributed.local(t.detach()).untyped_storage().nbytes() for t in state if t.ndim)
-settled = _status("VmRSS") - before
+settled = process_status("VmRSS") - before
 ranks.close()
 print("FOUND", json.dumps({"peak": peak, "held": held, "settled": settled}))
 """
