@@ -20,7 +20,6 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -39,6 +38,7 @@ from data.parts import Part, tokenize_part
 from data.pretokenized import LAST_NUMBER, download_pretokenized
 from data.shards import DATA_FOLDER, META, SPLITS, UNFINISHED, begin, open_dataset, read_json, read_meta, write_meta
 from data.tokenizer import NAMES, get_tokenizer
+from data.workers import WorkerDied
 
 MIN_VAL_DOCUMENTS = 10  # expected; fewer could well be none
 _TURN = ".fineweb.turn.lock"
@@ -342,8 +342,8 @@ def main(argv: list[str], stop: StopRequest | None = None) -> int:
     except DocumentError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except BrokenProcessPool:
-        print("error: a worker process died; was it killed for want of memory? (--workers)", file=sys.stderr)
+    except WorkerDied as error:
+        print(f"error: {error}; was it killed for want of memory? (--workers)", file=sys.stderr)
         return 1
     finally:
         stop.restore()

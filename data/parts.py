@@ -6,16 +6,10 @@
 
 import fcntl
 import json
-import multiprocessing
 import os
-import signal
 import sys
-import threading
 import time
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
@@ -24,14 +18,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from command_line import STOP_SIGNALS, InputError, Stopped, StopRequest
-from data.documents import Batch, Block, DocumentError, Position, Result, Source, read_batches, tokenize_batch
+from command_line import InputError, Stopped, StopRequest
+from data.documents import Batch, DocumentError, Position, Result, Source, read_batches
 from data.shards import SPLITS, ShardWriter, write_json
-from data.tokenizer import Tokenizer, get_tokenizer
+from data.tokenizer import get_tokenizer
+from data.workers import WorkerDied, Workers
 
 _SAVE_INTERVAL_S = 2.0  # of work that a kill can cost; saving takes some milliseconds, during which the workers go on
-_BATCHES_AHEAD = 8  # per worker: a document of several MB keeps one worker busy for seconds, and the others need not wait
-_BYTES_AHEAD = 1 << 26  # per worker, where documents are larger than batches
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -99,62 +92,6 @@ class Part:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Work in parallel
-
-
-_tokenizer: Tokenizer | None = None  # of a worker process
-
-
-def _start_worker(tokenizer_name: str) -> None:
-    """The parent alone answers stop signals; when it is gone, however it went, so is the worker."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-
-    def watch() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-    global _tokenizer
-    _tokenizer = get_tokenizer(tokenizer_name)
-
-
-def _work(block: Block, text_field: str, val_fraction: float) -> Result:
-    return tokenize_batch(block, _tokenizer, text_field, val_fraction)
-
-
-def tokenize_in_order(
-    batches: Iterator[tuple[int, Batch]], n_workers: int, arguments: dict[str, Any]
-) -> Iterator[tuple[int, Batch, Result]]:
-    """(number of the file, batch, result) in the order of `batches`, tokenized by n_workers processes."""
-    others = set(multiprocessing.active_children())
-    context = multiprocessing.get_context("spawn")  # a fork would copy the threads' locks of whatever was imported
-    pool = ProcessPoolExecutor(n_workers, context, _start_worker, (arguments["tokenizer"],))
-    waiting: deque[tuple[int, Batch, Future]] = deque()
-    n_bytes = 0
-
-    def finished(file: int, batch: Batch, future: Future) -> tuple[int, Batch, Result]:
-        return file, batch, future.result()
-
-    try:
-        for file, batch in batches:
-            future = pool.submit(_work, batch.block, arguments["text_field"], arguments["val_fraction"])
-            waiting.append((file, batch, future))
-            n_bytes += len(batch.block.data)
-            while len(waiting) >= _BATCHES_AHEAD * n_workers or n_bytes > _BYTES_AHEAD * n_workers:
-                n_bytes -= len(waiting[0][1].block.data)
-                yield finished(*waiting.popleft())
-        while waiting:
-            yield finished(*waiting.popleft())
-    finally:
-        if sys.exc_info()[0] is not None:  # given up on: nobody wants what the workers are at
-            for process in set(multiprocessing.active_children()) - others:
-                process.kill()
-        pool.shutdown(cancel_futures=True)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # From documents to shards
 
 
@@ -162,7 +99,7 @@ def tokenize_part(
     part: Part, sources: list[Source], arguments: dict[str, Any], n_workers: int, skip_bad: bool, stop: StopRequest
 ) -> bool:
     """Make the shards of one rank's files, from where it was left. False: asked to stop, with everything saved.
-    DocumentError, OSError: what is saved stays."""
+    DocumentError, WorkerDied, OSError: what is saved stays."""
     progress = part.load() or Progress()
     if progress.finished:
         return True
@@ -224,7 +161,11 @@ def tokenize_part(
             part.save(progress)
             saved = time.perf_counter()
 
-        with closing(tokenize_in_order(batches(), n_workers, arguments)) as results:
+        with (
+            Workers(n_workers, arguments["tokenizer"], text_field=arguments["text_field"],
+                    val_fraction=arguments["val_fraction"]) as workers,
+            closing(workers.tokenize(batches())) as results,
+        ):
             try:
                 while True:
                     with stop.interrupting():
@@ -237,7 +178,7 @@ def tokenize_part(
             except Stopped:
                 save()
                 return False
-            except (DocumentError, BrokenProcessPool):
+            except (DocumentError, WorkerDied):
                 save()
                 if stop.signal:  # a signal to the whole process group ends workers that have not begun to ignore it
                     return False

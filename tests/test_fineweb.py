@@ -163,8 +163,8 @@ def test_nothing_that_was_saved_is_tokenized_again(corpus, tmp_path):
     process.send_signal(signal.SIGTERM)
     finish(process)
     done = Part(out, 0, 1).load()
-    program = BUSY.replace("sys.exit", "g = p.tokenize_in_order; p.tokenize_in_order = lambda b, *a: g(map(lambda x: "
-                           "(print('batch', x[0], x[1].block.first_row), x)[1], b), *a); sys.exit")
+    program = BUSY.replace("sys.exit", "g = p.Workers.tokenize; p.Workers.tokenize = lambda w, b: g(w, ("
+                           "(print('batch', x[0], x[1].block.first_row), x)[1] for x in b)); sys.exit")
     code, text, _ = finish(start(out, corpus[0], program=program))
     seen = [tuple(map(int, line.split()[1:])) for line in text.splitlines() if line.startswith("batch")]
     assert code == 0 and seen[0] >= (done.file, done.position.row) and done.documents > 0
@@ -305,11 +305,11 @@ def test_a_folder_with_other_files_and_a_file_are_refused(corpus, tmp_path, caps
 
 
 def test_ids_that_uint16_would_wrap_are_refused(corpus, tmp_path, monkeypatch, capsys):
-    def wide(batches, *_):
+    def wide(self, batches):
         for number, batch in batches:
             yield number, batch, Result({"train": np.array([70_000]), "val": np.array([0])})
 
-    monkeypatch.setattr(parts, "tokenize_in_order", wide)
+    monkeypatch.setattr(parts.Workers, "tokenize", wide)
     assert fineweb.main([f"--out={tmp_path / 'set'}", "--input", str(corpus[0]), *ARGUMENTS]) == 2
     assert "wanted ids 0 to 65535, found 70000" in capsys.readouterr().err
 
