@@ -37,7 +37,16 @@ _URL = re.compile(r"hf://datasets/([^/@]+/[^/@]+)@([^/]+)/(.+)")
 _T = TypeVar("_T")
 
 # By name: huggingface_hub has used requests, then httpx, then httpx2, and the names have stayed.
-_LOST = {"TransportError", "ConnectionError", "Timeout", "ChunkedEncodingError", "IncompleteRead", "ProtocolError"}
+_LOST = {"TransportError", "ConnectionError", "Timeout", "ChunkedEncodingError", "IncompleteRead", "ProtocolError",
+         "ContentDecodingError", "DecodingError", "TooManyRedirects"}
+
+
+class HubError(OSError):
+    """A part of a file could not be had from the hub; the cause says why. That says nothing of what is in the file."""
+
+
+class WrongAnswer(ConnectionError):
+    """What came is not what was asked for: another part, another file, a proxy's page. Another try can succeed."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +138,7 @@ def ask(place: str, way_out: str, seconds: float, waits: tuple[int, ...], questi
         sender.close()
         try:
             answer = receiver.recv() if receiver.poll(seconds) else ("failed", f"no answer from the hub within {seconds:g} s", 0)
-        except EOFError:
+        except (EOFError, OSError):  # it was killed before its answer, or half-way through it
             answer = "failed", "the process that asks the hub has died", 0
         finally:
             process.kill()
@@ -167,8 +176,8 @@ def _answer(sender: Any, question: Callable[..., Any], arguments: tuple[str, ...
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether another try can succeed: no connection or a lost one, a timeout, a truncated body, HTTP status 408, 425, 429
-    or 5xx. Not where the hub has refused (401, 403, 404), nor in offline mode, nor for faults of the data."""
+    """Whether another try can succeed: no connection or a lost one, a timeout, a truncated or wrong answer, HTTP status 408,
+    425, 429 or 5xx. Not where the hub has refused (401, 403, 404), nor in offline mode, nor for faults of the data."""
     for link in _chain(error):
         names = {kind.__name__ for kind in type(link).__mro__}
         if isinstance(link, InputError) or names & {"OfflineModeIsEnabled", "UnsupportedProtocol"}:
@@ -182,7 +191,9 @@ def is_transient(error: BaseException) -> bool:
 
 def is_refusal(error: BaseException) -> bool:
     """Whether the file could not be had, by the hub's or the operating system's word, which says nothing of what is in it."""
-    return _status(error) is not None or any(isinstance(link, OSError) and link.errno for link in _chain(error))
+    return _status(error) is not None or any(
+        isinstance(link, HubError) or (isinstance(link, OSError) and link.errno) for link in _chain(error)
+    )
 
 
 def asked_wait(error: BaseException) -> int:
@@ -228,6 +239,8 @@ def reason(error: BaseException) -> str:
     if status is not None:
         return f"the hub answered with HTTP status {status}"
     text = " ".join(str(error).split()) or type(error).__name__
+    if any(isinstance(link, WrongAnswer) for link in _chain(error)):
+        return f"the network answered wrongly ({text})"
     return f"no answer from the hub ({text})" if is_transient(error) else text
 
 
@@ -239,9 +252,9 @@ def open_file(url: str, size: int, ahead: int = 2) -> BinaryIO:
     """A file of the hub, `size` bytes long, to be read and seeked; nothing is kept on the disk.
 
     Memory holds blocks of 8 MiB: the one being read, the one before it, the file's last (a parquet file's index is there)
-    and, where reading goes on in order, the next `ahead`, which are fetched at the same time. Reading raises what the
-    network raises, ConnectionError where a part came back too short, OSError where the file has another size than `size`;
-    after an error of which `is_transient` holds, reading may go on, here or in a file opened anew. With pyarrow, pass
+    and, where reading goes on in order, the next `ahead`, which are fetched at the same time. Reading raises
+    HubError, whose cause is what the network raised, or WrongAnswer where what came is not that part of a file of `size` bytes,
+    whole; after an error of which `is_transient` holds, reading may go on, here or in a file opened anew. With pyarrow, pass
     pre_buffer=False: its default asks for all the row groups' columns at once, however few are read.
     """
     return io.BufferedReader(_HubReader(url, size, ahead), buffer_size=READ_BYTES)
@@ -298,8 +311,10 @@ class _HubReader(io.RawIOBase):
             self._blocks.pop(old).cancel()
         try:
             data = self._blocks[number].result()
-        except BaseException:
+        except BaseException as error:
             self._blocks.pop(number)
+            if isinstance(error, Exception):
+                raise HubError(str(error)) from error
             raise
         self._number = number
         return data
@@ -319,7 +334,7 @@ def _fetch(url: str, start: int, end: int, size: int) -> bytes:
     hf_raise_for_status(response)
     found = response.headers.get("Content-Range", "no Content-Range")
     if found != f"bytes {start}-{end - 1}/{size}":
-        raise OSError(f"{url}: wanted bytes {start}-{end - 1}/{size}, found {found} (HTTP status {response.status_code})")
+        raise WrongAnswer(f"wanted bytes {start}-{end - 1}/{size}, found {found}, HTTP status {response.status_code}")
     if len(response.content) != end - start:
-        raise ConnectionError(f"{url}: truncated: wanted bytes {start}-{end - 1}, found {len(response.content)} of them")
+        raise WrongAnswer(f"truncated: wanted bytes {start}-{end - 1}, found {len(response.content)} of them")
     return response.content

@@ -25,6 +25,14 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 LARGE = (".parquet", ".bin", ".gz")
 _PAGE = 1000  # entries of a folder in one answer
+# Faults of the hub or of a proxy between, none of which is a status that says so.
+WRONG_ANSWERS: tuple[dict[str, Any], ...] = (
+    {"status": 200, "headers": {"Content-Type": "text/html"}, "body": b"<html>log in</html>"},
+    {"status": 206},
+    {"status": 206, "headers": {"Content-Range": "bytes 1-9/10"}},
+    {"status": 206, "headers": {"Content-Range": "bytes 0-0/123456789"}},
+    {"status": 206, "headers": {"Content-Encoding": "gzip"}, "body": b"not gzip"},
+)
 
 
 def readme(configs: dict[str, str | list[str]]) -> bytes:
@@ -43,6 +51,7 @@ class Fault:
     times: int
     status: int | None = None
     headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
     drop_after: int | None = None
     short: int | None = None
     corrupt: int | None = None
@@ -115,6 +124,7 @@ class FakeHub:
         times: int = 1,
         status: int | None = None,
         headers: dict[str, str] | None = None,
+        body: bytes = b"",
         drop_after: int | None = None,
         short: int | None = None,
         corrupt: int | None = None,
@@ -122,11 +132,11 @@ class FakeHub:
     ) -> None:
         """What happens to the next `times` requests whose line ("GET /path", "HEAD /path") contains `match`.
 
-        status: this HTTP status (with `headers`) and no more. wait: seconds before the answer. Of a file's content:
+        status: this HTTP status with `headers` and `body`. wait: seconds before the answer. Of a file's content:
         drop_after: the connection ends after so many bytes of the body; short: the body, with an honest length, has
         so many bytes fewer; corrupt: this byte of the body is flipped. match="GET /cdn/" are the contents of large files.
         """
-        self._faults.append(Fault(match, times, status, headers or {}, drop_after, short, corrupt, wait))
+        self._faults.append(Fault(match, times, status, headers or {}, body, drop_after, short, corrupt, wait))
 
     def heal(self) -> None:
         """No more faults."""
@@ -180,7 +190,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self._fault:
             time.sleep(self._fault.wait)
             if self._fault.status:
-                return self._send(self._fault.status, b"", self._fault.headers)
+                return self._send(self._fault.status, self._fault.body, self._fault.headers)
         if match := file or cdn:
             return self._send_file(*match.groups(), redirect=match is file)
         if match := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)(?:/revision/([^/]+))?", path):

@@ -4,21 +4,25 @@ import errno
 import io
 import json
 import random
+import re
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from command_line import InputError
+from data import documents
 from data import hub as data_hub
-from data.hub import HubFile, asked_wait, find_subset, is_transient, open_file
-from tests.fake_hub import FakeHub, readme
+from data.documents import Batch, DocumentError, Position, Source, read_batches
+from data.hub import HubError, HubFile, asked_wait, find_subset, is_refusal, is_transient, open_file, reason
+from tests.fake_hub import WRONG_ANSWERS, FakeHub, readme
 
 FINEWEB, EDU = "HuggingFaceFW/fineweb", "HuggingFaceFW/fineweb-edu"
 ROOT = Path(__file__).resolve().parent.parent
@@ -208,21 +212,22 @@ def test_parquet_from_a_row_on(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    "fault, kind",
+    "fault",
     [
-        ({"drop_after": 300}, Exception),
-        ({"drop_after": 0}, Exception),
-        ({"short": 1}, ConnectionError),
-        ({"status": 500}, OSError),
-        ({"status": 503}, OSError),
-        ({"status": 429}, OSError),
+        {"drop_after": 300},
+        {"drop_after": 0},
+        {"short": 1},
+        {"status": 500},
+        {"status": 503},
+        {"status": 429},
+        *WRONG_ANSWERS,
     ],
 )
-def test_a_lost_part_is_an_error_and_reading_goes_on(hub: FakeHub, fault: dict[str, int], kind: type[Exception]) -> None:
+def test_a_lost_part_is_an_error_and_reading_goes_on(hub: FakeHub, fault: dict[str, Any]) -> None:
     hub.fault("bytes=4000-", times=1, **fault)
     with open_file(url_of(hub, "one.bin"), len(BYTES)) as file:
         found = b""
-        with pytest.raises(kind) as raised:
+        with pytest.raises(HubError) as raised:
             while data := file.read(500):
                 found += data
         assert is_transient(raised.value)
@@ -234,7 +239,7 @@ def test_a_lost_part_is_an_error_and_reading_goes_on(hub: FakeHub, fault: dict[s
 def test_a_part_that_does_not_come(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_hub, "TIMEOUT", 0.3)
     hub.fault("bytes=0-", wait=2, times=1)
-    with pytest.raises(Exception) as raised:  # noqa: B017 - of whichever HTTP library
+    with pytest.raises(HubError) as raised:
         open_file(url_of(hub, "one.bin"), len(BYTES), ahead=0).read(10)
     assert is_transient(raised.value)
 
@@ -244,16 +249,55 @@ def test_parquet_says_that_the_network_failed(hub: FakeHub) -> None:
     size = len(hub.find(FINEWEB, "main")[1]["p.parquet"])
     hub.fault("bytes=5000-", drop_after=10, times=9)
     with open_file(url_of(hub, "p.parquet"), size) as file, pq.ParquetFile(file, pre_buffer=False) as table:
-        with pytest.raises(Exception) as raised:  # noqa: B017 - of whichever HTTP library
+        with pytest.raises(HubError) as raised:
             list(table.iter_batches(batch_size=50, columns=["text"]))
     assert is_transient(raised.value)
 
 
-@pytest.mark.parametrize("name, size, said", [("one.bin", 9_999, "found bytes 0-999/10000"), ("no", 5, "404")])
-def test_a_file_that_is_not_what_was_listed(hub: FakeHub, name: str, size: int, said: str) -> None:
-    with pytest.raises(Exception, match=said) as raised:
+@pytest.mark.parametrize("where", ["bytes=0-", "bytes=40000-", "cdn"])
+@pytest.mark.parametrize("fault", [*WRONG_ANSWERS, {"status": 403}, {"status": 500}, {"drop_after": 10}, {"short": 1}])
+def test_what_the_network_does_is_never_damage(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, where: str, fault: dict[str, Any]
+) -> None:
+    """Nothing is left out for it: asked again it is all there, and where the network stays so the reading ends."""
+    monkeypatch.setattr(data_hub, "_BLOCK_BYTES", 20_000)
+    monkeypatch.setattr(documents, "_RETRY_WAITS_S", (0, 0))
+    source = Source("p.parquet", url_of(hub, "p.parquet"), len(hub.find(FINEWEB, "main")[1]["p.parquet"]), "")
+    pauses: list[str] = []
+
+    def read() -> list[Batch]:
+        pause = lambda said, seconds: pauses.append(said)  # noqa: E731
+        return list(read_batches(source, Position(), "text", skip_bad=True, pause=pause))
+
+    hub.fault(where, times=10**6, **fault)
+    with pytest.raises(DocumentError, match=re.escape(source.shown)) as raised:
+        read()
+    assert len(pauses) == (0 if fault == {"status": 403} else 2) and str(raised.value).count("hf://") == 1
+    hub.heal()
+    if pauses:
+        hub.fault(where, times=1, **fault)
+    batches = read()
+    assert not any(batch.unreadable for batch in batches)
+    assert b"".join(batch.block.data for batch in batches).decode() == "".join(4 * TEXTS)
+
+
+def test_offline_mode_is_no_damage(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    source = Source("p.parquet", url_of(hub, "p.parquet"), 1000, "")
+    with pytest.raises(DocumentError, match="cannot be read: offline mode"):
+        list(read_batches(source, Position(), "text", skip_bad=True, pause=lambda *_: None))
+
+
+@pytest.mark.parametrize("name, size, said, transient", [
+    ("one.bin", 9_999, "the network answered wrongly (wanted bytes 0-999/9999, found bytes 0-999/10000, HTTP status 206)", True),
+    ("no", 5, "not found on the hub (HTTP status 404)", False),
+])
+def test_a_file_that_is_not_what_was_listed(hub: FakeHub, name: str, size: int, said: str, transient: bool) -> None:
+    with pytest.raises(HubError) as raised:
         open_file(url_of(hub, name), size).read()
-    assert not is_transient(raised.value)
+    assert reason(raised.value) == said and is_transient(raised.value) is transient and is_refusal(raised.value)
 
 
 class _Answered(Exception):
@@ -284,6 +328,7 @@ def _caused(error: BaseException, cause: BaseException) -> BaseException:
         (_caused(OSError("wrapped"), ConnectionResetError()), True),
         (_caused(FileNotFoundError("wrapped"), _Answered(404)), False),
         (_caused(InputError("refused"), ConnectionResetError()), False),
+        (type("TooManyRedirects", (OSError,), {})("a proxy sends round and round"), True),
         (OSError(errno.ENOSPC, "No space left on device"), False),
         (ValueError("not parquet"), False),
     ],
