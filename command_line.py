@@ -1,11 +1,13 @@
 """What every command of this repository shares: the error that ends it with exit status 2, how it reads its arguments, what it
-asks of a place for its results before it works for them, and how it is asked to stop.
+asks of a place for its results before it works for them, what it prints, and how it is asked to stop.
 
 Imports nothing heavy, so that a command can refuse its arguments, and a worker process start, without loading torch.
 """
 
 import argparse
+import os
 import signal
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,12 +18,31 @@ from typing import Any, NoReturn
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
+def printable(text: object, most: int | None = None) -> str:
+    """Text from input or of a file's name for a line of a message or a list: what would break the line, steer a terminal or
+    fail to be encoded is escaped, and after `most` characters it is cut off."""
+    text = str(text)
+    if most is not None and len(text) > most:
+        text = text[:most] + "..."
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
+def say(*lines: str) -> None:
+    """Print lines, each made printable, at once. A reader that has had enough, such as `head`, ends nothing."""
+    try:
+        print("\n".join(map(printable, lines)), flush=True)
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # else Python fails again when it ends
+        os.close(nowhere)
+
+
 class InputError(Exception):
     """Bad arguments or bad input, found before any work starts. Entry points print it on one line and exit with 2: what the
     message quotes, a file's name say, may hold line breaks, the message has none."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(" ".join(str(message).split("\n")))
+        super().__init__(printable(" ".join(str(message).split("\n"))))
 
 
 def first_two(texts: list[str], separator: str) -> str:

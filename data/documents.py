@@ -9,14 +9,14 @@ imports neither pyarrow nor datasets unless a file wants them, so that workers s
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from command_line import InputError
+from command_line import InputError, printable
 from data import hub
 from data.tokenizer import Tokenizer, utf8
 
@@ -28,7 +28,10 @@ _RETRY_WAITS_S = (1, 2, 4, 8, 15, 30, 60, 60)
 
 
 class DocumentError(Exception):
-    """A file or a document that cannot be read, found while working; the message names file and row."""
+    """A file or a document that cannot be read, found while working; the message, of one line, names file and row."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Source:
     @property
     def shown(self) -> str:
         """The place on one line, for messages and lists."""
-        return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in self.place)
+        return printable(self.place)
 
     @property
     def is_remote(self) -> bool:
@@ -170,15 +173,15 @@ def _open_parquet(source: Source, text_field: str) -> Any:
     except (pa.ArrowException, OSError) as error:
         if hub.is_refusal(error) or (source.is_remote and hub.is_transient(error)):
             raise
-        raise DocumentError(f"{source.shown}: not readable as parquet ({_first_line(error)})") from None
+        raise DocumentError(f"{source.shown}: not readable as parquet ({first_line(error)})") from None
     schema, metadata = file.schema_arrow, file.metadata
     columns = schema.get_all_field_indices(text_field)
     if len(columns) != 1:
         found = f"{len(columns)} columns" if columns else "no column"
-        raise DocumentError(f"{source.shown}: {found} {text_field!r}; it has {', '.join(schema.names)} (--text_field)")
+        raise DocumentError(f"{source.shown}: {found} {text_field!r}; it has {list_names(schema.names)} (--text_field)")
     kind = schema.field(columns[0]).type
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
-        raise DocumentError(f"{source.shown}: column {text_field!r}: wanted strings, found {kind}")
+        raise DocumentError(f"{source.shown}: column {text_field!r}: wanted strings, found {printable(kind, 80)}")
     if metadata.num_rows != sum(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)):
         raise DocumentError(f"{source.shown}: not readable as parquet (its row groups do not add up to {metadata.num_rows} rows)")
     return file
@@ -220,7 +223,7 @@ def _read_parquet(source: Source, start: Position, text_field: str, skip_bad: bo
                 if hub.is_refusal(error) or (source.is_remote and hub.is_transient(error)):
                     raise
                 row = max(row, start.row)
-                reason = f"not readable as parquet ({_first_line(error)})"
+                reason = f"not readable as parquet ({first_line(error)})"
                 if not skip_bad:
                     raise DocumentError(f"{source.shown}: row {row}: {reason}") from None
                 unreadable += ((row, end_of_group, reason),)
@@ -262,8 +265,14 @@ def _read_jsonl(source: Source, start: Position, text_field: str, skip_bad: bool
             yield Batch(block, Position(row, byte), byte)
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
+def first_line(error: BaseException) -> str:
+    """Of its message, or its kind where it has none."""
+    return printable((str(error).splitlines() or [type(error).__name__])[0], 200)
+
+
+def list_names(names: Iterable[str]) -> str:
+    """Of fields or columns, for a message."""
+    return printable(", ".join(names) or "none", 200)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -318,7 +327,7 @@ def _json_text(line: bytes, row: int, text_field: str) -> str | None:
     if not isinstance(record, dict):
         raise ValueError(f"wanted an object with the field {text_field!r}, found {type(record).__name__}")
     if text_field not in record:
-        raise ValueError(f"no field {text_field!r}; it has {', '.join(record) or 'none'} (--text_field)")
+        raise ValueError(f"no field {text_field!r}; it has {list_names(record)} (--text_field)")
     if not isinstance(record[text_field], str):
         raise ValueError(f"field {text_field!r}: wanted a string, found {type(record[text_field]).__name__}")
     return record[text_field]

@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from command_line import ArgumentParser, InputError, Stopped, StopRequest
+from command_line import ArgumentParser, InputError, Stopped, StopRequest, printable, say
 
 if __name__ == "__main__":  # before all else is loaded, which takes a second
     stop_request = StopRequest()
@@ -52,7 +52,7 @@ def merge(out: Path, note: dict[str, Any]) -> bool:
         return True
     progress = [part.load() for part in parts]
     if missing := [part.rank for part, done in zip(parts, progress, strict=True) if not (done and done.finished)]:
-        print(f"{len(parts) - len(missing)} of {len(parts)} ranks are finished; still to do: {', '.join(map(str, missing))}")
+        say(f"{len(parts) - len(missing)} of {len(parts)} ranks are finished; still to do: {', '.join(map(str, missing))}")
         return False
     splits = {split: [shard for done in progress for shard in done.writers[split]["shards"]] for split in SPLITS}
     for split in SPLITS:
@@ -77,18 +77,18 @@ def clean(out: Path) -> None:
 def _summarize(out: Path) -> None:
     meta = read_meta(out)
     counts, shard_tokens = meta["counts"], meta["arguments"]["shard_tokens"]
-    print(f"{counts['documents']:,} documents, {counts['empty']:,} empty ones left out")
+    say(f"{counts['documents']:,} documents, {counts['empty']:,} empty ones left out")
     if counts["skipped"] or counts["skipped_files"]:
         files = f" and {counts['skipped_files']:,} files" if counts["skipped_files"] else ""
         where = ", ".join(path.name for path in sorted(out.glob("*_skipped.txt")))
-        print(f"{counts['skipped']:,} documents{files} could not be read and were left out: {where}")
+        say(f"{counts['skipped']:,} documents{files} could not be read and were left out: {where}")
     for split, shards in meta["splits"].items():
         tokens, documents = (sum(shard[key] for shard in shards) for key in ("tokens", "documents"))
         short = [f"{shard['tokens']:,}" for shard in shards if shard["tokens"] < shard_tokens]
         line = f"  {split}: {tokens:,} tokens, {documents:,} documents, {len(shards)} shards of {shard_tokens:,} tokens"
-        print(line + (f", the last of each rank shorter, as it should be: {', '.join(short)}" if short else ""))
+        say(line + (f", the last of each rank shorter, as it should be: {', '.join(short)}" if short else ""))
     name = out.name if out.resolve().parent == DATA_FOLDER else str(out)
-    print(f"next: python train.py --dataset={name}")
+    say(f"next: python train.py --dataset={name}")
 
 
 def _find_sources(inputs: list[str], text_field: str, val_fraction: float, skip_bad: bool) -> list[Source]:
@@ -166,7 +166,7 @@ def prepare(own: argparse.Namespace) -> tuple[Part, dict[str, Any], list[Source]
         open_dataset(out.resolve())
         clean(out)
         _summarize(out)
-        print(f"{out}: made before from this input with these arguments; nothing to do")
+        say(f"{out}: made before from this input with these arguments; nothing to do")
         return None
     found = sources if own.input or note else _hub_sources(own.subset)
     get_tokenizer(own.tokenizer)
@@ -228,17 +228,16 @@ def _hub_sources(subset: str) -> list[Source]:
 
 def _announce(part: Part, note: dict[str, Any], share: list[Source], own: argparse.Namespace) -> None:
     source, progress = note["source"], part.load()
-    print(f"input: {source['what']}: {source['files']:,} files, {source['bytes']:,} bytes")
+    say(f"input: {source['what']}: {source['files']:,} files, {source['bytes']:,} bytes")
     if others := _others(own.input or []):
-        print(f"not taken: {len(others):,} files of other kinds or without content, such as {others[0]!r}")
+        say(f"not taken: {len(others):,} files of other kinds or without content, such as {others[0]!r}")
     if part.world > 1:
-        print(f"rank {part.rank} of {part.world}: {len(share):,} files, {sum(s.size for s in share):,} bytes")
-    print(f"tokenizer: {own.tokenizer}, {own.workers} workers; {own.val_fraction:.4%} of the documents for validation")
-    print(f"out: {part.out}, {shutil.disk_usage(part.out).free / 1e9:,.0f} GB free; a million tokens take 2 MB")
+        say(f"rank {part.rank} of {part.world}: {len(share):,} files, {sum(s.size for s in share):,} bytes")
+    say(f"tokenizer: {own.tokenizer}, {own.workers} workers; {own.val_fraction:.4%} of the documents for validation")
+    say(f"out: {part.out}, {shutil.disk_usage(part.out).free / 1e9:,.0f} GB free; a million tokens take 2 MB")
     if progress and not progress.finished:
         where = f"{share[progress.file].shown} row {max(0, progress.position.row)}"
-        print(f"going on: {progress.documents:,} documents are done, next is {where}")
-    sys.stdout.flush()
+        say(f"going on: {progress.documents:,} documents are done, next is {where}")
 
 
 def _others(inputs: list[str]) -> list[str]:
@@ -330,14 +329,14 @@ def main(argv: list[str], stop: StopRequest | None = None) -> int:
             make(own, stop)
         return 0
     except Stopped:
-        print(f"stopped by {stop.signal}; what is finished is saved, and the same command goes on")
+        say(f"stopped by {stop.signal}; what is finished is saved, and the same command goes on")
         return 0
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        where = error.filename or own.out
-        print(f"error: {where}: {error.strerror or error}; what is finished stays, and the same command goes on", file=sys.stderr)
+        said = f"{error.filename or own.out}: {error.strerror or error}"
+        print(f"error: {printable(said)}; what is finished stays, and the same command goes on", file=sys.stderr)
         return 1
     except DocumentError as error:
         print(f"error: {error}", file=sys.stderr)

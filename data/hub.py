@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from tqdm import tqdm
 
-from command_line import InputError
+from command_line import InputError, printable
 
 FINEWEB = "HuggingFaceFW/fineweb"
 REPOSITORIES = {"fineweb": FINEWEB, "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
@@ -238,7 +238,7 @@ def reason(error: BaseException) -> str:
         return f"not found on the hub, private or gated (HTTP status {status}); with access, `hf auth login` or HF_TOKEN"
     if status is not None:
         return f"the hub answered with HTTP status {status}"
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = printable(" ".join(str(error).split()) or type(error).__name__, 300)
     if any(isinstance(link, WrongAnswer) for link in _chain(error)):
         return f"the network answered wrongly ({text})"
     return f"no answer from the hub ({text})" if is_transient(error) else text

@@ -29,7 +29,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from command_line import ArgumentParser, InputError
+from command_line import ArgumentParser, InputError, printable, say
+from data.documents import first_line, list_names
 from data.shards import (
     DATA_FOLDER,
     META,
@@ -192,7 +193,7 @@ def _read_jsonl(path: Path, text_field: str) -> Iterator[Piece]:
             if not isinstance(record, dict):
                 raise InputError(f"{place}: wanted an object with the field {text_field!r}, found {type(record).__name__}")
             if text_field not in record:
-                raise InputError(f"{place}: no field {text_field!r}; it has {', '.join(record) or 'none'} (--text_field)")
+                raise InputError(f"{place}: no field {text_field!r}; it has {list_names(record)} (--text_field)")
             if not isinstance(record[text_field], str):
                 raise InputError(f"{place}: field {text_field!r}: wanted a string, found {type(record[text_field]).__name__}")
             yield Piece(record[text_field], True, len(data))
@@ -209,10 +210,10 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[Piece]:
         with pq.ParquetFile(path, pre_buffer=False) as file:  # buffering ahead takes the column of the whole file into memory
             schema = file.schema_arrow
             if text_field not in schema.names:
-                raise InputError(f"{path}: no column {text_field!r}; it has {', '.join(schema.names)} (--text_field)")
+                raise InputError(f"{path}: no column {text_field!r}; it has {list_names(schema.names)} (--text_field)")
             kind = schema.field(text_field).type
             if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-                raise InputError(f"{path}: column {text_field!r}: wanted strings, found {kind}")
+                raise InputError(f"{path}: column {text_field!r}: wanted strings, found {printable(kind, 80)}")
             row = 0
             for batch in file.iter_batches(batch_size=64, columns=[text_field]):
                 for value in batch.column(0):
@@ -225,7 +226,7 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[Piece]:
                     row += 1
                     yield Piece(text, True, size * row // file.metadata.num_rows - size * (row - 1) // file.metadata.num_rows)
     except (pa.ArrowException, OSError) as error:
-        raise InputError(f"{path}: not readable as parquet ({str(error).splitlines()[0]})") from None
+        raise InputError(f"{path}: not readable as parquet ({first_line(error)})") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -325,8 +326,7 @@ def write_shards(
 def prepare(source: Source, tokenizer_name: str, out: Path, *, val_fraction: float, text_field: str, shard_tokens: int) -> None:
     """Make the data set folder `out`, or find it made from the same input with the same arguments."""
     n_bytes = source.n_bytes()
-    print(f"input: {source.what}\n  {len(source.files)} files, {n_bytes:,} bytes")
-    print(f"tokenizer: {tokenizer_name}\nout: {out}", flush=True)
+    say(f"input: {source.what}", f"  {len(source.files)} files, {n_bytes:,} bytes", f"tokenizer: {tokenizer_name}", f"out: {out}")
     arguments = {
         "tokenizer": tokenizer_name,
         "val_fraction": val_fraction,
@@ -338,7 +338,7 @@ def prepare(source: Source, tokenizer_name: str, out: Path, *, val_fraction: flo
         same_input = (finished.get("source") or {}).get("digest") == source.digest()
         if was == arguments and same_input:
             open_dataset(out.resolve())
-            print(f"{out}: made before from this input with these arguments; nothing to do")
+            say(f"{out}: made before from this input with these arguments; nothing to do")
             return
         found = "other input" if was == arguments else f"other arguments: {was}"
         raise InputError(f"--out: {out}: holds a data set made from {found}; name another folder or remove it")
@@ -373,12 +373,12 @@ def prepare(source: Source, tokenizer_name: str, out: Path, *, val_fraction: flo
     n_tokens = int(spool.lengths.sum())
     rate = n_tokens / (time.perf_counter() - start)
     empty = f", {spool.n_empty:,} empty ones left out" if spool.n_empty else ""
-    print(f"{len(spool.lengths):,} documents{empty}, {n_tokens:,} tokens, {rate:,.0f} tokens/s; validation by {how}")
+    say(f"{len(spool.lengths):,} documents{empty}, {n_tokens:,} tokens, {rate:,.0f} tokens/s; validation by {how}")
     for split, shards in splits.items():
         tokens, documents = (sum(shard[key] for shard in shards) for key in ("tokens", "documents"))
-        print(f"  {split}: {tokens:,} tokens, {documents:,} documents, {len(shards)} shards")
+        say(f"  {split}: {tokens:,} tokens, {documents:,} documents, {len(shards)} shards")
     name = out.name if out.resolve().parent == DATA_FOLDER else str(out)
-    print(f"next: python train.py --dataset={name}")
+    say(f"next: python train.py --dataset={name}")
 
 
 def _check_out(out: Path) -> dict[str, Any] | None:
@@ -430,7 +430,7 @@ def main(argv: list[str]) -> int:
             shard_tokens=arguments.shard_tokens,
         )
     except (InputError, PermissionError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(error)}", file=sys.stderr)
         return 2
     return 0
 

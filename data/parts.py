@@ -18,7 +18,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from command_line import InputError, Stopped, StopRequest
+from command_line import InputError, Stopped, StopRequest, printable
 from data.documents import Batch, DocumentError, Position, Result, Source, read_batches
 from data.shards import SPLITS, ShardWriter, write_json
 from data.tokenizer import get_tokenizer
@@ -133,7 +133,7 @@ def tokenize_part(
             rows = f"row {first}: " if end == first + 1 else f"rows {first} to {end - 1}: " if end else ""
             if not skip_bad:
                 raise DocumentError(f"{source.shown}: {rows}{reason}; --skip_bad leaves such documents out")
-            skipped.write(f"{source.shown}: {rows}{reason}\n".encode("utf-8", "backslashreplace"))
+            skipped.write(f"{printable(f'{source.shown}: {rows}{reason}')}\n".encode())
             progress.skipped += end - first
             progress.skipped_files += end == 0
 

@@ -24,7 +24,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from command_line import ArgumentParser, InputError
+from command_line import ArgumentParser, InputError, printable, say
 
 DATA_FOLDER = Path(__file__).resolve().parent
 SPLITS = ("train", "val")
@@ -431,7 +431,7 @@ def check_meta(folder: Path) -> tuple[Any, list[str]]:
 
     def want(holds: bool, key: str, wanted: str, found: object) -> bool:
         if not holds:
-            faults.append(f"{path}: {key}: wanted {wanted}, found {found!r}")
+            faults.append(f"{path}: {key}: wanted {wanted}, found {found!r:.80}")
         return holds
 
     if not want(isinstance(meta, dict), "content", "an object", type(meta).__name__):
@@ -524,17 +524,17 @@ def main(argv: list[str]) -> int:
         arguments = parser.parse_args(argv)
         folder = find_folder(arguments.folder)
         if arguments.command == "inspect":
-            print(inspect(folder))
+            say(*inspect(folder))
             return 0
     except (InputError, PermissionError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(error)}", file=sys.stderr)
         return 2
     faults, report = verify(folder)
-    print("\n".join(report), flush=True)
+    say(*report)
     for fault in faults:
-        print(f"fault: {fault}", file=sys.stderr)
+        print(f"fault: {printable(fault)}", file=sys.stderr)
     if faults:
-        print(f"{folder}: {len(faults)} fault{'s' if len(faults) > 1 else ''}", file=sys.stderr)
+        print(f"{printable(folder)}: {len(faults)} fault{'s' if len(faults) > 1 else ''}", file=sys.stderr)
     return 1 if faults else 0
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from command_line import InputError
+from command_line import InputError, printable
 from data import duplicates
 from data.duplicates import Cutter, Documents, Duplicates, Found
 from data.shards import (
@@ -240,7 +240,7 @@ def _read_split(
                 n_eot = cutter.n_eot - n_eot if cutter else 0
                 split.n_eot += n_eot
                 if meta and highest >= meta["vocab_size"]:
-                    known = f"tokenizer {meta['tokenizer']} has a vocabulary of {meta['vocab_size']}"
+                    known = f"tokenizer {printable(meta['tokenizer'], 80)} has a vocabulary of {meta['vocab_size']}"
                     faults.append(f"{shard.path}: id {highest}: {known}")
                 faults += [f"{shard.path}: {trouble}"] if trouble else _compare_with_meta(shard, n_eot, digest)
         if cutter and split.shards and split.shards[-1]:
@@ -351,15 +351,15 @@ def _text(ids: np.ndarray, tokenizer: Tokenizer | None) -> str:
 # Inspect
 
 
-def inspect(folder: Path) -> str:
-    """What is in the folder, for people. Quick: documents are those that meta.json counts."""
+def inspect(folder: Path) -> list[str]:
+    """What is in the folder, for people, in lines. Quick: documents are those that meta.json counts."""
     dataset = open_dataset(folder)
     meta = dataset.meta
     streams = (dataset.train, dataset.val)
     eot = meta["eot"] if meta else _assumed_eot([_Split(s.split, s.shards, first_token=int(s.read(0, 1)[0])) for s in streams])
     lines = [f"{folder}: fingerprint {dataset.fingerprint[:16]}"]
     if meta:
-        lines.append(f"tokenizer {meta['tokenizer']}, vocabulary {meta['vocab_size']}, EOT {eot}")
+        lines.append(f"tokenizer {printable(meta['tokenizer'], 80)}, vocabulary {meta['vocab_size']}, EOT {eot}")
     else:
         lines.append(f"no {META}" + ("" if eot is None else f"; begins with {eot}: GPT-2 is assumed"))
     tokenizer = None
@@ -378,7 +378,7 @@ def inspect(folder: Path) -> str:
         elif sum(counts):
             line += f", {sum(counts):,} documents of {stream.n_tokens / sum(counts):,.1f} tokens on average, EOT included"
         lines += [line, *_example(stream, eot, tokenizer)]
-    return "\n".join(lines)
+    return lines
 
 
 def _example(stream: TokenStream, eot: int | None, tokenizer: Tokenizer | None) -> list[str]:
@@ -397,6 +397,5 @@ def _example(stream: TokenStream, eot: int | None, tokenizer: Tokenizer | None) 
     text = _text(tokens[start : start + shown], tokenizer)
     lines = [f"  first document ({whole}{f', of which {shown}' if shown < end - start else ''}):"]
     for row in text.split("\n"):
-        plain = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in row)
-        lines += [f"    | {part}" for part in textwrap.wrap(plain, 110, drop_whitespace=False) or [""]]
+        lines += [f"    | {part}" for part in textwrap.wrap(printable(row), 110, drop_whitespace=False) or [""]]
     return lines

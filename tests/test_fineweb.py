@@ -1,5 +1,6 @@
 """data/fineweb.py: the same bytes whatever the workers, the ranks and the interruptions; what goes wrong is said."""
 
+import json
 import os
 import random
 import re
@@ -12,6 +13,8 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from data import fineweb, parts, shards
@@ -517,10 +520,35 @@ def test_shard_numbers(tmp_path, capsys, text):
 def test_names_of_every_kind(tmp_path, capsys):
     source = tmp_path / "in put"
     source.mkdir()
-    for name in (b"a\nb.parquet", b"\xff.parquet", "漢.parquet".encode()):
+    for name in (b"a\nb.parquet", b"\xff.parquet", b"\x1b[31m.parquet", "漢.parquet".encode()):
         write_parquet(tmp_path / "x.parquet", [*words(200, seed=len(name)), None])
         os.rename(tmp_path / "x.parquet", os.fsencode(source) + b"/" + name)
     assert fineweb.main([f"--out={tmp_path / 'set'}", "--input", str(source), *ARGUMENTS]) == 1
     assert len(last(capsys.readouterr().err).splitlines()) == 1
     assert fineweb.main([f"--out={tmp_path / 'set'}", "--input", str(source), *ARGUMENTS, "--skip-bad"]) == 0
-    assert len((tmp_path / "set" / "fineweb_skipped.txt").read_text().splitlines()) == 3
+    lines = (tmp_path / "set" / "fineweb_skipped.txt").read_text().splitlines()
+    assert len(lines) == 4 and all(line.isprintable() for line in lines)
+
+
+def test_what_input_holds_breaks_no_message_and_no_list(tmp_path, capsys):
+    """Keys of every kind, of which there may be very many."""
+    bad = [{"a\nb": 1}, {"\x1b[2J": 1}, {"\ud800": 1}, {"\u2028\r": 1}, {f"key{i}": i for i in range(20_000)}]
+    texts = [json.dumps({"text": text}) for text in words(300)]
+    source, arguments = tmp_path / "a.jsonl", [f"--out={tmp_path / 'set'}", *ARGUMENTS, "--val_fraction=0.1"]
+    for i, record in enumerate(bad):
+        source.write_text("\n".join([*texts, json.dumps(record)]))
+        assert fineweb.main([f"--out={tmp_path / str(i)}", "--input", str(source), *arguments[1:]]) == 1
+        (line,) = [line for line in capsys.readouterr().err.split("\n") if line.startswith("error: ")]
+        assert line.isprintable() and "(--text_field)" in line and len(line) < 600
+    source.write_text("\n".join([*texts, *map(json.dumps, bad)]))
+    assert fineweb.main(["--input", str(source), "--skip-bad", *arguments]) == 0
+    lines = (tmp_path / "set" / "fineweb_skipped.txt").read_text().split("\n")
+    assert len(lines) == len(bad) + 1 and all(line.isprintable() and len(line) < 600 for line in lines)
+    assert lines[0] == rf"{source}: row 300: no field 'text'; it has a\nb (--text_field)"
+
+
+def test_column_names_break_no_message(tmp_path, capsys):
+    pq.write_table(pa.table({"\x1b[31mred\n": ["x"], **{f"column{i}": ["x"] for i in range(2000)}}), tmp_path / "a.parquet")
+    assert fineweb.main([f"--out={tmp_path / 'set'}", "--input", str(tmp_path / "a.parquet"), *ARGUMENTS]) == 2
+    err = capsys.readouterr().err.rstrip("\n").rpartition("\r")[2]  # a progress bar was there
+    assert err.startswith("error: ") and err.isprintable() and r"it has \x1b[31mred\n, column0" in err and len(err) < 600

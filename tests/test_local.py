@@ -204,6 +204,17 @@ def test_faults_name_file_and_line(
     assert not (tmp_path / "out").exists()
 
 
+def test_what_input_holds_breaks_no_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a\nb\x1b.jsonl"
+    for record in ({"a\nb\x1b\ud800": 1}, {f"key{i}": i for i in range(20_000)}):
+        path.write_text(json.dumps(record))
+        assert main(["--input", str(path), "--tokenizer=byte", f"--out={tmp_path / 'set'}"]) == 2
+        said = capsys.readouterr()
+        assert all(line.isprintable() for line in said.out.split("\n"))
+        (line,) = [line for line in said.err.split("\n") if "error: " in line]
+        assert line.isprintable() and "(--text_field)" in line and len(line) < 600
+
+
 def test_bad_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.txt").write_text("some text")
     (tmp_path / "a.csv").write_text("a,b")

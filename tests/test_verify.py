@@ -3,6 +3,8 @@
 import json
 import os
 import struct
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 
@@ -349,6 +351,33 @@ def test_counts_and_vocabularies_that_are_right(folder: Path, capsys: Capture) -
     assert len(_faults(folder, capsys)) == 1
     _edit_meta(folder, counts={"skipped": 1}, tokenizer="mine", vocab_size=300)
     assert len(_faults(folder, capsys)) == 1
+
+
+def test_names_of_every_kind_break_no_line(folder: Path, capsys: Capture) -> None:
+    for name in (b"a\nb_train_0.bin", b"\x1b[2J_train_0.bin", b"\xff_train_0.bin"):
+        (folder / os.fsdecode(name)).write_bytes(b"")
+    _edit_meta(folder, tokenizer="my\n\x1b\ud800", vocab_size=6)
+    assert main(["verify", str(folder)]) == 1
+    said = capsys.readouterr()
+    *faults, count = said.err[said.err.index("fault: ") :].rstrip("\n").split("\n")
+    assert len(faults) >= 4 and all(line.startswith("fault: ") for line in faults)
+    assert all(line.isprintable() for line in [*said.out.split("\n"), *faults, count])
+    for path in folder.glob("*_train_0.bin"):
+        path.unlink()
+    assert main(["inspect", str(folder)]) == 0
+    assert all(line.isprintable() for line in capsys.readouterr().out.split("\n"))
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect"])
+def test_a_reader_that_has_had_enough(folder: Path, command: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run([sys.executable, "-m", "data.shards", command, str(folder)], cwd=Path(__file__).parents[1],
+                              stdout=writer, stderr=subprocess.PIPE, text=True)
+    finally:
+        os.close(writer)
+    assert done.returncode == 0 and "Error" not in done.stderr
 
 
 # Inspect
