@@ -120,8 +120,8 @@ def local_source(name: str, path: Path) -> Source:
     return Source(name, str(path), size, digest.hexdigest())
 
 
-def count_rows(source: Source, text_field: str) -> int:
-    """Documents of a local file: of parquet exactly, from its index, of jsonl estimated from the first MiB.
+def count_rows(source: Source, text_field: str, enough: int) -> int:
+    """Documents of a local file: rows of parquet, from its index, lines of jsonl, which are counted until there are `enough`.
     InputError: not parquet, or no such column of strings."""
     if source.name.lower().endswith(".parquet"):
         try:
@@ -129,9 +129,12 @@ def count_rows(source: Source, text_field: str) -> int:
                 return file.metadata.num_rows
         except (DocumentError, OSError) as error:
             raise InputError(str(error)) from None
+    n_lines, last = 0, b"\n"
     with source.open() as file:
-        head = file.read(1 << 20)
-    return round(source.size / len(head) * max(1, head.count(b"\n"))) if head else 0
+        while n_lines < enough and (data := file.read(1 << 20)):
+            n_lines += data.count(b"\n")
+            last = data[-1:]
+    return n_lines + (last != b"\n")
 
 
 def read_batches(

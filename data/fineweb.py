@@ -15,6 +15,7 @@ import argparse
 import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -41,6 +42,7 @@ from data.tokenizer import NAMES, get_tokenizer
 from data.workers import WorkerDied
 
 MIN_VAL_DOCUMENTS = 10  # expected; fewer could well be none
+_BY_POSITION = "python -m data.local, which of few documents takes the end of the text for validation"
 _TURN = ".fineweb.turn.lock"
 _OURS = re.compile(r"\.+(fineweb|meta\.json).*\.(lock|progress\.json|tmp)")  # of no meaning to anyone else
 
@@ -94,19 +96,20 @@ def _summarize(out: Path) -> None:
 def _find_sources(inputs: list[str], text_field: str, val_fraction: float, skip_bad: bool) -> list[Source]:
     """Local files. InputError: one is no parquet or has no such column, or so few documents that validation may get none."""
     sources = [local_source(name, path) for name, path in find_input(inputs, SUFFIXES).files]
-    n_rows = 0
+    n_rows, enough = 0, math.ceil(MIN_VAL_DOCUMENTS / val_fraction)
     for source in tqdm(sources, desc="look at input", unit="file", mininterval=1, leave=False):
         try:
-            n_rows += count_rows(source, text_field)
+            n_rows += count_rows(source, text_field, enough - n_rows)
         except InputError:
             if not skip_bad:
                 raise
     if not n_rows:
         raise InputError(f"--input: {' '.join(inputs)}: no documents")
-    if val_fraction * n_rows < MIN_VAL_DOCUMENTS:
+    if n_rows < enough:
+        way_out = f"--val_fraction={1.05 * MIN_VAL_DOCUMENTS / n_rows:.2g}, or " if n_rows > 20 else ""  # rounding takes 5%
         raise InputError(
-            f"--val_fraction: {val_fraction} of about {n_rows:,} documents are {val_fraction * n_rows:.2g}: wanted at least "
-            f"{MIN_VAL_DOCUMENTS}" + (f", as by --val_fraction={MIN_VAL_DOCUMENTS / n_rows:.2g}" if n_rows > 20 else "")
+            f"--val_fraction: {val_fraction} of {n_rows:,} documents are {val_fraction * n_rows:.2g}: wanted at least "
+            f"{MIN_VAL_DOCUMENTS}, as by {way_out}{_BY_POSITION}"
         )
     return sources
 

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import os
 import random
 from pathlib import Path
 
@@ -202,20 +203,25 @@ def test_what_is_no_parquet_or_has_no_text(tmp_path):
     broken = tmp_path / "a.parquet"
     broken.write_bytes(b"PAR1 not at all PAR1")
     with pytest.raises(InputError, match=r"a\.parquet: not readable as parquet"):
-        count_rows(local_source("a.parquet", broken), "text")
+        count_rows(local_source("a.parquet", broken), "text", 1)
     good = write_parquet(tmp_path / "b.parquet", ["x"])
     with pytest.raises(InputError, match=r"b\.parquet: no column 'body'; it has text, id \(--text_field\)"):
-        count_rows(local_source("b.parquet", good), "body")
+        count_rows(local_source("b.parquet", good), "body", 1)
     pq.write_table(pa.table({"text": [1, 2]}), good)
     with pytest.raises(InputError, match=r"column 'text': wanted strings, found int64"):
-        count_rows(local_source("b.parquet", good), "text")
+        count_rows(local_source("b.parquet", good), "text", 1)
 
 
-def test_rows_are_counted_and_estimated(tmp_path):
-    texts = words(3000)
-    assert count_rows(local_source("a.parquet", write_parquet(tmp_path / "a.parquet", texts)), "text") == 3000
-    assert count_rows(local_source("a", write_jsonl(tmp_path / "a.jsonl", texts)), "text") == 3000
-    assert count_rows(local_source("b", write_jsonl(tmp_path / "b.jsonl", [])), "text") == 0
+def test_rows_are_counted_up_to_what_is_enough(tmp_path):
+    texts = ["x" * 700_000, *words(3000), "x" * 700_000, *words(3000)]
+    assert count_rows(local_source("a.parquet", write_parquet(tmp_path / "a.parquet", texts)), "text", 1) == 6002
+    path = write_jsonl(tmp_path / "a.jsonl", texts)
+    assert count_rows(local_source("a", path), "text", 10_000) == 6002
+    assert 10 <= count_rows(local_source("a", path), "text", 10) < 3100
+    assert count_rows(local_source("a", path), "text", 0) == 0
+    os.truncate(path, path.stat().st_size - 1)  # the last line has no end
+    assert count_rows(local_source("a", path), "text", 10_000) == 6002
+    assert count_rows(local_source("b", write_jsonl(tmp_path / "b.jsonl", [])), "text", 10) == 0
 
 
 def test_identity_follows_content(tmp_path):

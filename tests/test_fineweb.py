@@ -281,7 +281,7 @@ def test_other_input_or_arguments_are_refused(corpus, straight, tmp_path, capsys
 @pytest.mark.parametrize("more, said", [
     (["--workers=0"], "--workers: wanted at least 1"),
     (["--val_fraction=0"], "--val_fraction: wanted a number between 0 and 1"),
-    (["--val_fraction=0.0005"], "wanted at least 10, as by --val_fraction=0.0074"),
+    (["--val_fraction=0.0005"], "wanted at least 10, as by --val_fraction=0.0077, or python -m data.local"),
     (["--shard_tokens=0"], "--shard_tokens"),
     (["--rank=1"], "both or neither"),
     (["--rank=2", "--world=2"], "--rank: wanted 0 to 1"),
@@ -552,3 +552,25 @@ def test_column_names_break_no_message(tmp_path, capsys):
     assert fineweb.main([f"--out={tmp_path / 'set'}", "--input", str(tmp_path / "a.parquet"), *ARGUMENTS]) == 2
     err = capsys.readouterr().err.rstrip("\n").rpartition("\r")[2]  # a progress bar was there
     assert err.startswith("error: ") and err.isprintable() and r"it has \x1b[31mred\n, column0" in err and len(err) < 600
+
+
+def test_few_long_documents_first_are_counted_and_taken(tmp_path):
+    """The first MiB speaks of nine documents."""
+    texts = [f"{i} " + "x" * (300_000 if i < 7 else 1) for i in range(37)]
+    write_jsonl(tmp_path / "a.jsonl", texts)
+    arguments = [f"--out={tmp_path / 'set'}", "--input", str(tmp_path / "a.jsonl"), *ARGUMENTS, "--val_fraction=0.4"]
+    assert fineweb.main(arguments) == 0
+    assert read_meta(tmp_path / "set")["counts"]["documents"] == 37
+
+
+@pytest.mark.parametrize("n", [9, 21, 138, 1380, 2000])
+def test_what_a_refusal_for_few_documents_proposes_is_accepted(tmp_path, capsys, n):
+    write_jsonl(tmp_path / "a.jsonl", words(n))
+    arguments = [f"--out={tmp_path / 'set'}", "--input", str(tmp_path / "a.jsonl"), *ARGUMENTS, "--val_fraction=0.0005"]
+    assert fineweb.main(arguments) == 2
+    err = last(capsys.readouterr().err)
+    assert f"0.0005 of {n:,} documents" in err and "python -m data.local" in err
+    proposed = re.search(r"--val_fraction=([\d.]+)", err)
+    assert (proposed is None) == (n <= 20)
+    if proposed:
+        fineweb._find_sources([str(tmp_path / "a.jsonl")], "text", float(proposed[1]), False)
