@@ -59,7 +59,12 @@ def merge(out: Path, note: dict[str, Any]) -> bool:
     splits = {split: [shard for done in progress for shard in done.writers[split]["shards"]] for split in SPLITS}
     for split in SPLITS:
         if not splits[split]:
-            raise DocumentError(f"no document for {split}: val_fraction is {note['arguments']['val_fraction']}")
+            n_documents = sum(done.documents for done in progress)
+            raise DocumentError(
+                f"no document for {split}: the hash of its text chooses the side of each of {n_documents:,}, and equal ones "
+                f"are on one side; remove {out} and take another --val_fraction than {note['arguments']['val_fraction']}, "
+                f"other documents, or {_BY_POSITION}"
+            )
     tokenizer = get_tokenizer(note["arguments"]["tokenizer"])
     counts = {key: sum(getattr(done, key) for done in progress) for key in ("documents", "empty", "skipped", "skipped_files")}
     source = {key: value for key, value in note["source"].items() if key != "list"}

@@ -574,3 +574,13 @@ def test_what_a_refusal_for_few_documents_proposes_is_accepted(tmp_path, capsys,
     assert (proposed is None) == (n <= 20)
     if proposed:
         fineweb._find_sources([str(tmp_path / "a.jsonl")], "text", float(proposed[1]), False)
+
+
+@pytest.mark.parametrize("missing", ["train", "val"])
+def test_equal_documents_have_no_other_side(tmp_path, capsys, missing):
+    text = next(text for text in words(100) if (document_hash(text) / 2**64 < 0.2) == (missing == "train"))
+    write_jsonl(tmp_path / "a.jsonl", [text] * 100)
+    arguments = [f"--out={tmp_path / 'set'}", "--input", str(tmp_path / "a.jsonl"), *ARGUMENTS, "--val_fraction=0.2"]
+    assert fineweb.main(arguments) == 1
+    err = last(capsys.readouterr().err)
+    assert f"no document for {missing}" in err and f"remove {tmp_path / 'set'}" in err and "python -m data.local" in err
