@@ -294,7 +294,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if (own.rank is None) != (own.world is None):
         raise InputError("--rank and --world: wanted both or neither")
     if own.rank is None:
-        own.rank, own.world = _environment("RANK", 0), _environment("WORLD_SIZE", 1)
+        own.rank, own.world = _torchruns_rank()
     if own.world < 1:
         raise InputError(f"--world: wanted at least 1, found {own.world}")
     if not 0 <= own.rank < own.world:
@@ -304,6 +304,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if own.workers < 1:
         raise InputError(f"--workers: wanted at least 1, found {own.workers}")
     return own
+
+
+def _torchruns_rank() -> tuple[int, int]:
+    found = [f"{name}={os.environ[name]!r}" for name in ("RANK", "WORLD_SIZE") if name in os.environ]
+    rank, world = _environment("RANK", 0), _environment("WORLD_SIZE", 1)
+    if len(found) == 1:
+        raise InputError(f"RANK and WORLD_SIZE in the environment: wanted both or neither, found {found[0]} alone; unset it")
+    if found and not rank < world:
+        raise InputError(f"RANK in the environment: wanted a number below WORLD_SIZE, found {' and '.join(found)}")
+    return rank, world
 
 
 def _environment(name: str, default: int) -> int:
@@ -343,7 +353,7 @@ def main(argv: list[str], stop: StopRequest | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        said = f"{error.filename or own.out}: {error.strerror or error}"
+        said = f"{error.filename or own.out}: {error.strerror}" if error.errno else str(error)  # which names its place itself
         print(f"error: {printable(said)}; what is finished stays, and the same command goes on", file=sys.stderr)
         return 1
     except DocumentError as error:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from command_line import InputError
+from command_line import InputError, say
 from data.hub import ANSWER_SECONDS, ASK_WAITS, READ_BYTES, TIMEOUT, HubFile, ask, asked_wait, is_transient, open_file, reason
 from data.parts import Part
 from data.shards import HEADER_BYTES, MAGIC, META, TOKEN, UNFINISHED, VERSION, begin, read_json, read_meta, write_meta
@@ -49,7 +49,8 @@ def download_pretokenized(out: Path, numbers: list[int]) -> None:
     wanted = sorted(names, key=lambda name: ("train" in name, name))  # validation first
     done = {name: entry for name, entry in listed.items() if _has_tokens(out / name, entry["tokens"])}
     if all(name in done for name in wanted):
-        print(f"{out}: has these {len(wanted)} files; nothing to do (python -m data.shards verify checks every byte)")
+        say(f"{out}: has these {len(wanted)} files; nothing to do",
+            f"python -m data.shards verify {out} checks every byte; delete a file that it finds wrong and run this command again")
         return
     files, source = _list_wanted(wanted, source)
     missing = [name for name in wanted if name not in done]
@@ -72,7 +73,7 @@ def _download(
     files: dict[str, tuple[HubFile, str | None]], source: dict[str, str],
 ) -> None:
     total = sum(files[name][0].size for name in missing)
-    print(f"{REPOSITORY} at {source['commit']}: {len(missing)} files, {total:,} bytes, to {out}", flush=True)
+    say(f"{REPOSITORY} at {source['commit']}: {len(missing)} files, {total:,} bytes, to {out}")
     with tqdm(total=total, desc="download", unit="B", unit_scale=True, mininterval=1) as progress:
         for name in missing:
             done[name] = _obtain(out, *files[name], progress)
@@ -82,7 +83,7 @@ def _download(
     splits = {split: [done[name] for name in wanted if split in name] for split in ("train", "val")}
     write_meta(out, tokenizer="gpt2", vocab_size=VOCAB_SIZE, eot=EOT, splits=splits, source=source)
     tokens = {split: sum(entry["tokens"] for entry in splits[split]) for split in splits}
-    print(f"{out}: {tokens['train']:,} train tokens in {len(splits['train'])} files, {tokens['val']:,} validation tokens")
+    say(f"{out}: {tokens['train']:,} train tokens in {len(splits['train'])} files, {tokens['val']:,} validation tokens")
 
 
 def _train_name(number: int) -> str:
@@ -182,9 +183,9 @@ def _fill(part: Path, file: HubFile, progress: tqdm) -> bool:
                         failures = 0
             except Exception as error:
                 if not is_transient(error):
-                    raise OSError(f"{part}: {reason(error)}") from error
+                    raise OSError(f"{file.url}: {reason(error)}") from error
                 if failures == len(_WAITS):
-                    raise OSError(f"{file.url}: {reason(error)}; given up, the same command goes on from here") from error
+                    raise OSError(f"{file.url}: {reason(error)}; given up") from error
                 wait = max(_WAITS[failures], asked_wait(error))
                 progress.write(f"{file.name}: {reason(error)}; again in {wait} s", file=sys.stderr)
                 time.sleep(wait)

@@ -584,3 +584,29 @@ def test_equal_documents_have_no_other_side(tmp_path, capsys, missing):
     assert fineweb.main(arguments) == 1
     err = last(capsys.readouterr().err)
     assert f"no document for {missing}" in err and f"remove {tmp_path / 'set'}" in err and "python -m data.local" in err
+
+
+@pytest.mark.parametrize("environment, said", [
+    ({"RANK": "1"}, "found RANK='1' alone"), ({"WORLD_SIZE": "2"}, "found WORLD_SIZE='2' alone"),
+    ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK in the environment: wanted a number below WORLD_SIZE, found RANK='2' and"),
+])
+def test_half_of_torchruns_environment(corpus, tmp_path, monkeypatch, capsys, environment, said):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert fineweb.main([f"--out={tmp_path / 'set'}", "--input", str(corpus[0]), *ARGUMENTS]) == 2
+    err = last(capsys.readouterr().err)
+    assert said in err and "--rank" not in err
+
+
+@pytest.mark.parametrize("error, said", [
+    (OSError("hf://datasets/a/b@c/x.bin: given up"), "error: hf://datasets/a/b@c/x.bin: given up; what"),
+    (OSError(28, "No space left on device"), "error: OUT: No space left on device; what"),
+    (OSError(28, "No space left on device", "OUT/x\ny"), r"error: OUT/x\ny: No space left on device; what"),
+])
+def test_a_failure_names_its_place_once(tmp_path, monkeypatch, capsys, error, said):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(fineweb, "download_pretokenized", fail)
+    assert fineweb.main(["--out=OUT", "--pretokenized"]) == 1
+    assert last(capsys.readouterr().err).startswith(said)
