@@ -6,6 +6,6 @@ cd "$here/.."
 # shellcheck source=scripts/environment.sh
 source scripts/environment.sh
 make_environment requirements-dev.txt
-# Tests run small models beside each other's processes: a thread for each core would only make them wait for one another.
+# A test process for each core, up to eight, and one thread in each: more would only make them wait for one another.
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
-OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec python -m pytest "$@"
+OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec python -m pytest -n logical --maxprocesses=8 --dist=worksteal "$@"
