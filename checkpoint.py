@@ -244,6 +244,13 @@ def damage(path: Path) -> str | None:
     return None
 
 
+def _is_archive(path: str | Path) -> bool:
+    try:
+        return zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:  # one that says it is spread over several disks
+        return False
+
+
 def _reason(error: Exception) -> str:
     """An error's first line. What torch says of a pickle that holds more than it should begins with the advice to load it all the
     same, and run the code in it."""
@@ -264,7 +271,7 @@ def load(path: str | Path, device: torch.device | str = "cpu", mmap: bool = Fals
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}") from None
     except Exception as error:  # torch.load raises whatever the bytes provoke
-        if Path(path).is_file() and not zipfile.is_zipfile(path):
+        if Path(path).is_file() and not _is_archive(path):
             raise InputError(f"{path} is no checkpoint (ckpt_*.pt), or its end is missing") from None
         if "PytorchStreamReader" in str(error) and "file read failed" not in str(error):
             raise Damaged(path, _reason(error)) from None
