@@ -146,7 +146,7 @@ for file in ("bench_124m.json", "bench_1.4b.json"):
         ratio = result["ratios"].get(f"{arm}/{other}")
         low, median, high = measured["step_ms_quartiles"]
         mfu = "n/a" if measured["mfu"] is None else f"{measured['mfu']:.1%}"
-        compared = f"{other} | {ratio['time']:.3f} | {ratio['memory']:.3f}" if ratio else "| |"
+        compared = f"{other} | {ratio['time']:.3f} | {'n/a' if ratio['memory'] is None else format(ratio['memory'], '.3f')}" if ratio else "| |"
         rows.append(f"| {shape} | {arm} | {median:.1f} ({low:.1f} to {high:.1f}) | {measured['tokens_per_s']:,.0f} | {mfu} "
                     f"| {measured['peak_memory_bytes'] / 1e9:.3f} GB | {compared} |")
 rate = statistics.median(line["tokens_per_s"] for line in train[50:])

@@ -41,6 +41,7 @@ from checkpoint import write_aside
 from command_line import ArgumentParser, InputError, check_output
 from configurator import Config, as_dict, load
 from model import GPT, loss_rows
+from scripts.bench.common import quotient, shown
 from scripts.bench.memory import TINY_SHAPE, in_fresh_process, process_status
 from tracker import GPUS, peak_flops
 from train import autocast_dtype, configure_optimizer
@@ -440,11 +441,11 @@ def render_measured(m: dict[str, Any]) -> str:
     if "calibrated_micro_step_s" in m:
         mfu += (f"; by calibration {m['calibrated_micro_step_s'] * 1e3:,.0f} ms "
                 f"({m['calibrated_micro_step_s'] / m['micro_step_s']:.2f} of it), "
-                f"{m['calibrated_bytes'] / 1e9:.3f} GB ({m['calibrated_bytes'] / m['peak_bytes']:.2f} of it)")
+                f"{m['calibrated_bytes'] / 1e9:.3f} GB ({shown(quotient(m['calibrated_bytes'], m['peak_bytes']), '.2f')} of it)")
     return "\n".join([
         "",
         f"{'measured':>13}  on {m['device']}, {m['dtype']}: a step's peak is {m['peak_bytes'] / 1e9:.3f} GB, "
-        f"predicted {m['predicted_bytes'] / 1e9:.3f} GB ({m['predicted_bytes'] / m['peak_bytes']:.2f} of it)",
+        f"predicted {m['predicted_bytes'] / 1e9:.3f} GB ({shown(quotient(m['predicted_bytes'], m['peak_bytes']), '.2f')} of it)",
         f"{'':>13}  {m['micro_step_s'] * 1e3:,.0f} ms a micro-step, {m['tokens_per_s']:,.0f} tokens/s{mfu}",
     ])
 

@@ -162,6 +162,15 @@ def test_summary_from_known_numbers():
     assert len(bench.figures(result, config, "cpu", compiled=False)) == 3  # no memory figure for another vocabulary
 
 
+def test_no_memory_at_all_loses_no_other_figure():
+    times = {"nanogpt": [100.0, 200.0], "sa": [50.0, 200.0], "xsa": [55.0, 210.0]}
+    result = bench.summarize(times, {"nanogpt": 0, "sa": 0, "xsa": 8}, replace(CONFIG, vocab_size=50304), peak=None)
+    assert result["ratios"]["xsa/sa"]["memory"] is None and result["ratios"]["xsa/sa"]["time"] > 1
+    assert bench.table(result).endswith("peak memory n/a")
+    lines = bench.figures(result, replace(CONFIG, vocab_size=50304), "cpu", compiled=False)
+    assert [line.endswith("n/a  at most 0.70: not measured") for line in lines] == [False, True, False, False]
+
+
 def test_whose_ratios_are_told_and_at_whose_flops():
     assert bench.pairs(["nanogpt", "sa", "gsxa", "diff"]) == [("sa", "nanogpt"), ("gsxa", "sa"), ("diff", "sa"), ("diff", "gsxa")]
     config = Config(n_layer=2, n_head=8, n_embd=64, vocab_size=61, block_size=24, eval_tokens=24, global_batch_size=2,

@@ -208,6 +208,20 @@ def test_slopes_of_known_powers():
     assert bench.slope_lines(record)[0] == "time grows as T to the power of 1.50 (sa)"
 
 
+def test_no_memory_at_all_loses_no_other_figure(tmp_path):
+    def cell(T):
+        arm = {"step_ms": [1.0, 1.0], "step_ms_quartiles": [1.0, 1.0, 1.0], "peak_memory_bytes": 0}
+        arms = {"sa": arm, "xsa": arm}
+        return {"T": T, "n_embd": 32, "n_head": 4, "arms": arms, "ratios": bench.ratios(arms, "sa")}
+
+    record = {"arms": ["sa", "xsa"], "cells": [cell(16), cell(24), cell(64)], "config": vars(CONFIG), "device": "cpu",
+              "compiled": False, "dtype": "float32", "hardware": {"device": "cpu"}}
+    assert bench.table(record).endswith("1.000 (1.000 - 1.000)     n/a") and "not measured" in bench.figures(record)[-1]
+    assert bench.slope_lines(record)[1] == "memory grows as T to the power of n/a (sa), n/a (xsa)"
+    bench.draw(record, tmp_path / "block.png")
+    assert (tmp_path / "block.png").stat().st_size > 0
+
+
 @pytest.mark.parametrize("argv, said", [
     (["--rounds=1"], "--rounds: wanted at least 2"),
     (["--minutes=0"], "--minutes"),

@@ -50,6 +50,15 @@ def test_command(monkeypatch, tmp_path, capsys):
     assert "liger: left out" in out and "plain" in out.splitlines()[-1]
 
 
+def test_no_memory_at_all_loses_no_other_figure(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(bench, "in_fresh_process", lambda *_: 0)
+    path = tmp_path / "loss.json"
+    assert command.main(["loss", *TINY, "--compare=plain", "--dtypes=float32", f"--json={path}"]) == 0
+    plain = json.loads(path.read_text())["dtypes"]["float32"]["plain"]
+    assert plain["memory_to_ours"] is None and plain["time_to_ours"][1] > 0
+    assert " n/a " in capsys.readouterr().out.splitlines()[-1]
+
+
 @pytest.mark.parametrize("argv, said", [
     (["--compare=liger"], "found 'liger'"), (["--dtypes=int8"], "found 'int8'"), (["--rounds=1"], "--rounds"),
     (["--device=cuda:77"], "cuda:77"),

@@ -87,6 +87,8 @@ def test_table_from_known_numbers():
             for line in bench.table(result).splitlines()}
     assert rows["sa"][1:] == ["1e-06", "2e-06", "1e-02", "10.0", "4,800", "1", "1 MiB", "1.000"]
     assert rows["qkclip"][1] == "not checked" and rows["qkclip"][6:] == ["1.150 (1.125 - 1.175)", "3 MiB", "3.000"]
+    without = bench.summarize(arms, checks, {"sa": cost | {"peak_memory_bytes": 0}, "gsxa": cost}, 1e12, CPU)
+    assert without["gsxa"]["memory_to_sa"] is None and "| n/a " in bench.table(without)
     assert rows["gsxa"][1] == "failed" and rows["xsa"][4] == "not measured"
 
 

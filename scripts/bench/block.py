@@ -47,7 +47,7 @@ from configurator import Config, as_dict, load
 from model import GPT, rope_table
 from presets import PRESETS, preset_switches
 from scripts.bench import common
-from scripts.bench.common import WARM_UP_ROUNDS, quartiles, synchronize, take_turns, verdict
+from scripts.bench.common import WARM_UP_ROUNDS, quartiles, quotient, shown, synchronize, take_turns, verdict
 from scripts.bench.memory import TINY_SHAPE, in_fresh_process, process_status
 from scripts.bench.step import flops_per_token, matrix_product_speed
 from scripts.compare import BASELINE_COLOUR, COLOURS, STYLE, pyplot, save_picture
@@ -191,7 +191,7 @@ def ratios(arms: dict[str, dict[str, Any]], baseline: str) -> dict[str, dict[str
         if name != baseline and "failed" not in arm and "failed" not in base:
             low, median, high = quartiles([a / b for a, b in zip(arm["step_ms"], base["step_ms"], strict=True)])
             found[f"{name}/{baseline}"] = {"time": median, "time_quartiles": [low, median, high],
-                                           "memory": arm["peak_memory_bytes"] / base["peak_memory_bytes"]}
+                                           "memory": quotient(arm["peak_memory_bytes"], base["peak_memory_bytes"])}
     return found
 
 
@@ -220,7 +220,7 @@ def table(record: dict[str, Any]) -> str:
             line += f"{median:9.2f}  {low:8.2f} - {high:8.2f}  {arm['peak_memory_bytes'] / 2**20:7,.0f} MiB"
             if ratio := cell["ratios"].get(f"{name}/{record['arms'][0]}"):
                 low, median, high = ratio["time_quartiles"]
-                line += f"  {median:6.3f} ({low:.3f} - {high:.3f}) {ratio['memory']:7.3f}"
+                line += f"  {median:6.3f} ({low:.3f} - {high:.3f}) {shown(ratio['memory']):>7}"
             lines.append(line)
     return "\n".join(lines)
 
@@ -235,7 +235,7 @@ def figures(record: dict[str, Any]) -> list[str]:
             what = f"time, xsa / sa, T {cell['T']}, d_model {cell['n_embd']}"
             lines.append(verdict(what, ratio["time"], TIME_LIMIT[record["device"]], ratio["time_quartiles"]))
     if found:
-        cell, ratio = max(found, key=lambda pair: pair[1]["memory"])
+        cell, ratio = max(found, key=lambda pair: pair[1]["memory"] or 0)
         planned = len(record["cells"])
         of = f"{planned} sizes" if len(found) == planned else f"the {len(found)} measured of {planned} sizes"
         what = f"peak memory, xsa / sa, T {cell['T']}, d_model {cell['n_embd']} (the worst of {of})"
@@ -245,7 +245,7 @@ def figures(record: dict[str, Any]) -> list[str]:
 
 def slopes(record: dict[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
     """How cost grows: by axis ("T", "n_embd") and arm, the exponents of "time" (medians) and "memory", which are slopes of least
-    squares between logarithms over all sizes of the axis; arms with fewer than two sizes are left out."""
+    squares between logarithms over all sizes of the axis; arms with fewer than two sizes, and a cost of 0, are left out."""
     config = record["config"]
     found: dict[str, dict[str, dict[str, float]]] = {"T": {}, "n_embd": {}}
     for key, fixed, held in (("T", "n_embd", config["n_embd"]), ("n_embd", "T", config["block_size"])):
@@ -255,7 +255,7 @@ def slopes(record: dict[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
             if len(good) > 1:
                 costs = {"time": [arm["step_ms_quartiles"][1] for arm in good.values()],
                          "memory": [arm["peak_memory_bytes"] for arm in good.values()]}
-                logs = {what: [math.log(value) for value in values] for what, values in costs.items()}
+                logs = {what: [math.log(value) for value in values] for what, values in costs.items() if all(values)}
                 found[key][name] = {what: statistics.linear_regression([math.log(x) for x in good], values).slope
                                     for what, values in logs.items()}
     return found
@@ -267,7 +267,8 @@ def slope_lines(record: dict[str, Any]) -> list[str]:
     for key, arms in slopes(record).items():
         label = "T" if key == "T" else "d_model"
         for what in ("time", "memory") if arms else ():
-            lines.append(f"{what} grows as {label} to the power of " + ", ".join(f"{arms[n][what]:.2f} ({n})" for n in arms))
+            powers = ", ".join(f"{shown(arms[n].get(what), '.2f')} ({n})" for n in arms)
+            lines.append(f"{what} grows as {label} to the power of {powers}")
     return lines
 
 
@@ -300,14 +301,15 @@ def draw(record: dict[str, Any], path: Path) -> None:
             _write(axes[row], cells, key, arms, unit)
             for axis, title, what, cost in ((axes[row, 0], "Time", "ms", "time"),
                                             (axes[row, 1], "Peak memory", unit_name, "memory")):
-                slope = ", ".join(f"{name} {grows[name][cost]:.2f}" for name in grows)
+                slope = ", ".join(f"{name} {shown(grows[name].get(cost), '.2f')}" for name in grows)
                 title = f"{title}, {where}" + (f"\nslope {slope}" if slope else "")
                 axis.set(title=title, xlabel=label, ylabel=f"{cost} ({what})")
                 axis.set_xscale("log")
                 axis.set_xticks(x, [str(value) for value in x])
                 if len(x) > 1:
                     axis.margins(x=0.12, y=0.14)
-                if not any("failed" not in arm for cell in cells for arm in cell["arms"].values()):
+                found = [arm for cell in cells for arm in cell["arms"].values() if "failed" not in arm]
+                if not found or cost == "memory" and not most:
                     axis.minorticks_off()
                     axis.set_yticks([])  # an axis without a number can have no logarithm
                     continue
@@ -347,7 +349,7 @@ def _write(axes: Any, cells: list[dict[str, Any]], key: str, arms: list[str], un
             tops = (max(found[name]["step_ms_quartiles"][2] for name in arms),
                     max(found[name]["peak_memory_bytes"] for name in arms) / unit)
             for axis, top, value in zip(axes, tops, (ratio["time"], ratio["memory"]), strict=True):
-                axis.annotate(f"× {value:.3f}", (cell[key], top), textcoords="offset points", xytext=(5, 6), ha="right",
+                axis.annotate(f"× {shown(value)}", (cell[key], top), textcoords="offset points", xytext=(5, 6), ha="right",
                               fontsize=7, color=COLOURS[0])
 
 

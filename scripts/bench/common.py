@@ -132,8 +132,21 @@ def quartiles(values: list[float]) -> list[float]:
     return statistics.quantiles(values, n=4, method="inclusive")
 
 
-def verdict(what: str, found: float, limit: float, quartiles: list[float] | None = None, at_least: bool = False) -> str:
+def quotient(a: float, b: float) -> float | None:
+    """a / b; None where b is 0, as peak memory is that found room in what the process had already."""
+    return a / b if b else None
+
+
+def shown(value: float | None, form: str = ".3f") -> str:
+    return "n/a" if value is None else f"{value:{form}}"
+
+
+def verdict(
+    what: str, found: float | None, limit: float, quartiles: list[float] | None = None, at_least: bool = False
+) -> str:
     """One line: the figure found, the one to hold, and by how much it is held or missed."""
+    if found is None:
+        return f"{what:26} n/a  {'at least' if at_least else 'at most'} {limit:.2f}: not measured"
     gap = (found - limit if at_least else limit - found) / limit
     word = f"held, {gap:.1%} to spare" if gap >= 0 else f"missed by {-gap:.1%}"
     if quartiles and quartiles[0] < limit < quartiles[2]:

@@ -41,7 +41,7 @@ from command_line import InputError
 from configurator import Config, as_dict
 from model import IGNORE, ChunkLoss, LinearCrossEntropy, linear_cross_entropy, loss_rows
 from scripts.bench import common
-from scripts.bench.common import milliseconds, quartiles, take_turns
+from scripts.bench.common import milliseconds, quartiles, quotient, shown, take_turns
 from scripts.bench.memory import TINY_SHAPE, in_fresh_process, process_status
 from tracker import environment
 
@@ -150,7 +150,7 @@ def measure(names: list[str], config: Config, dtype: str, rounds: int, compiled:
     arms = {name: Arm(name, inputs, compiled) for name in names}
     times = take_turns(arms, rounds)
     return {name: {"ms": ms, "ms_quartiles": quartiles(ms), "peak_memory_bytes": memory[name],
-                   "loss_error": abs(arms[name].loss - exact), "memory_to_ours": memory[name] / memory["ours"],
+                   "loss_error": abs(arms[name].loss - exact), "memory_to_ours": quotient(memory[name], memory["ours"]),
                    "time_to_ours": quartiles([a / b for a, b in zip(ms, times["ours"], strict=True)])}
             for name, ms in times.items()}
 
@@ -162,7 +162,8 @@ def table(results: dict[str, dict[str, dict[str, Any]]]) -> str:
         for name, arm in arms.items():
             low, median, high = arm["time_to_ours"]
             lines.append(f"{dtype:9} {name:14} {arm['ms_quartiles'][1]:9.1f}  {median:8.3f} ({low:.3f} - {high:.3f})  "
-                         f"{arm['peak_memory_bytes'] / 2**20:7,.0f} MiB {arm['memory_to_ours']:8.2f}  {arm['loss_error']:13.1e}")
+                         f"{arm['peak_memory_bytes'] / 2**20:7,.0f} MiB {shown(arm['memory_to_ours'], '.2f'):>8}  "
+                         f"{arm['loss_error']:13.1e}")
     return "\n".join(lines)
 
 

@@ -41,7 +41,7 @@ from configurator import Config, as_dict
 from model import GPT
 from presets import PRESETS
 from scripts.bench import common
-from scripts.bench.common import quartiles
+from scripts.bench.common import quartiles, quotient, shown
 from scripts.bench.step import Arm, allow_compilations, brief, measure_group
 from scripts.compare import markdown
 from tests import reference
@@ -210,7 +210,7 @@ def summarize(arms: dict[str, Config], checks: dict[str, Any], costs: dict[str, 
                 "ms_quartiles": quartiles(cost["ms"]), "tokens_per_s": rate,
                 "mfu": rate * gpt.flops_per_token() / peak if peak else None,
                 "time_to_sa": quartiles([a / b for a, b in zip(cost["ms"], cost["sa_ms"], strict=True)]),
-                "memory_to_sa": cost["peak_memory_bytes"] / costs["sa"]["peak_memory_bytes"],
+                "memory_to_sa": quotient(cost["peak_memory_bytes"], costs["sa"]["peak_memory_bytes"]),
             }
         elif cost:
             record |= cost
@@ -233,7 +233,7 @@ def table(result: dict[str, dict[str, Any]]) -> str:
             low, middle, high = record["time_to_sa"]
             cost = [f"{record['ms_quartiles'][1]:.1f}", f"{record['tokens_per_s']:,.0f}",
                     "1" if label == "sa" else f"{middle:.3f} ({low:.3f} - {high:.3f})",
-                    f"{record['peak_memory_bytes'] / 2**20:,.0f} MiB", f"{record['memory_to_sa']:.3f}"]
+                    f"{record['peak_memory_bytes'] / 2**20:,.0f} MiB", shown(record['memory_to_sa'])]
         rows.append([label, record["path"], *errors, *cost])
     return markdown(rows)
 

@@ -329,7 +329,7 @@ def table(cells: dict[str, dict[str, Any]]) -> str:
             rows.append([name.split()[0], str(cell["config"]["block_size"]), str(arm["micro_batch_size"]), label,
                          f"{median:.1f} ({low:.1f} - {high:.1f})", f"{arm['tokens_per_s']:,.0f}",
                          "n/a" if arm["mfu"] is None else f"{arm['mfu']:.1%}", f"{arm['peak_memory_bytes'] / 1e9:.2f} GB", spread,
-                         f"{ratio['memory']:.3f}" if ratio else "1"])
+                         common.shown(ratio["memory"]) if ratio else "1"])
     return markdown(rows)
 
 

@@ -43,7 +43,7 @@ from distributed import Ranks
 from model import GPT, IGNORE
 from presets import PRESETS
 from scripts.bench import common
-from scripts.bench.common import WARM_UP_ROUNDS, quartiles, synchronize, take_turns, verdict
+from scripts.bench.common import WARM_UP_ROUNDS, quartiles, quotient, shown, synchronize, take_turns, verdict
 from scripts.bench.memory import TINY_SHAPE, in_fresh_process, process_status
 from tracker import environment, peak_flops
 from train import Run, autocast_dtype
@@ -334,7 +334,7 @@ def summarize(times: dict[str, list[float]], memory: dict[str, int], config: Con
         if a not in times or b not in times:
             continue
         low, median, high = quartiles([x / y for x, y in zip(times[a], times[b], strict=True)])
-        ratios[f"{a}/{b}"] = {"time": median, "time_quartiles": [low, median, high], "memory": memory[a] / memory[b]}
+        ratios[f"{a}/{b}"] = {"time": median, "time_quartiles": [low, median, high], "memory": quotient(memory[a], memory[b])}
     return {"arms": arms, "ratios": ratios}
 
 
@@ -348,7 +348,7 @@ def table(result: dict[str, Any]) -> str:
                      f"{arm['peak_memory_bytes'] / 2**20:7,.0f} MiB")
     for pair, ratio in result["ratios"].items():
         low, median, high = ratio["time_quartiles"]
-        lines.append(f"{pair}: time {median:.3f} (quartiles {low:.3f} - {high:.3f}), peak memory {ratio['memory']:.3f}")
+        lines.append(f"{pair}: time {median:.3f} (quartiles {low:.3f} - {high:.3f}), peak memory {shown(ratio['memory'])}")
     return "\n".join(lines)
 
 
