@@ -111,6 +111,7 @@ class Config(GPTConfig):
         for key in ("max_iters", "warmup_iters", "lr_decay_iters", "weight_decay", "grad_clip", "skip_spikes",
                     "milestone_interval", "diagnostics_interval", "profile", "seed"):
             require(0 <= getattr(self, key) < math.inf, key, "finite and not negative")
+        require(self.profile == 0 or self.profile < self.max_iters, "profile", f"below max_iters={self.max_iters}")
         require(self.seed < 2**63, "seed", "below 2**63")
         require(self.max_iters < 10**8, "max_iters", "below 10**8 (a checkpoint's name has 8 digits)")
         require(0 < self.learning_rate < math.inf, "learning_rate", "finite and above 0")

@@ -83,12 +83,18 @@ class Clock:
 
 
 class Profile:
-    """torch's profiler over PROFILED_STEPS training steps after step `first`: profile_trace.json for chrome://tracing or Perfetto
-    and profile.txt, operators by their own time and by the memory they take, in out_dir. Off where `first` is 0. These steps are
-    slower than others, and so is the line of metrics.jsonl that they are in."""
+    """torch's profiler over PROFILED_STEPS training steps, or as many as there are, after step config.profile: profile_trace.json
+    for chrome://tracing or Perfetto and profile.txt, operators by their own time and by the memory they take, in out_dir. Off
+    where that is 0. These steps are slower than others, and so is the line of metrics.jsonl that they are in.
 
-    def __init__(self, first: int, out_dir: str | Path, device: torch.device):
-        self.first, self._out_dir, self._device = first, Path(out_dir), device
+    What a run does between these steps is in it too, and profile.txt names it: torch's profiler, halted on a GPU, mixes up the
+    tracks of its trace."""
+
+    def __init__(self, config: Config, device: torch.device, on: bool = True):
+        self.first, self._out_dir, self._device = config.profile if on else 0, Path(config.out_dir), device
+        self._last = min(self.first + PROFILED_STEPS, config.max_iters)
+        self._every = {"evaluation": config.eval_interval, "saving": config.save_interval,
+                       "diagnostics": config.diagnostics_interval}
         self._profiler: torch.profiler.profile | None = None
 
     def before(self, step: int) -> None:
@@ -102,16 +108,20 @@ class Profile:
 
     def after(self, step: int) -> str | None:
         """And after it; what to say when the files are written."""
-        if self._profiler is None or step < self.first + PROFILED_STEPS:
-            return None
-        return self._write(step)
+        return None if self._profiler is None or step < self._last else self._write(step)
 
     def close(self, step: int) -> None:
         """Writes what there is of a run that ends in between."""
         if self._profiler is not None:
-            self._write(step)
+            self._write(step, ["what the run's end took"])
 
-    def _write(self, step: int) -> str:
+    def _between(self, step: int) -> list[str]:
+        """What else a run has done after step `first` and before the end of `step`."""
+        found = {what: [str(i) for i in range(self.first + 1, step) if every and i % every == 0]
+                 for what, every in self._every.items()}
+        return [f"{what} at step {' and '.join(steps)}" for what, steps in found.items() if steps]
+
+    def _write(self, step: int, more: list[str] | None = None) -> str:
         profiler, self._profiler = self._profiler, None
         profiler.stop()
         trace = self._out_dir / "profile_trace.json"
@@ -122,6 +132,8 @@ class Profile:
         tables = (averages.table(sort_by=f"self_{where}_{what}", row_limit=40, max_name_column_width=60)
                   for what in ("time_total", "memory_usage"))
         head = f"steps {self.first + 1} to {step} on {device_name(self._device)}, torch {torch.__version__}; all steps together"
+        if between := self._between(step) + (more or []):
+            head += f"\nNot of these steps, but in these numbers too: {', '.join(between)}"
         write_aside(self._out_dir / "profile.txt", "\n\n".join((head, *tables)) + "\n")
         return f"profile of steps {self.first + 1} to {step}: {self._out_dir / 'profile.txt'}, {trace}"
 

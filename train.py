@@ -155,7 +155,7 @@ class Run:
     def _loop(self) -> None:
         config, tracker = self.config, self.tracker
         clock, before, first = Clock(), self.data_hash, self.step + 1
-        profile = Profile(config.profile if self.ranks.is_master else 0, config.out_dir, self.device)
+        profile = Profile(config, self.device, on=self.ranks.is_master)
         self.at_exit.callback(lambda: profile.close(self.step))
         with closing(self.loader.batches(self.step)) as batches:
             while True:
