@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -59,6 +61,26 @@ def test_a_process_of_its_own():
     assert bench.apart(os._exit, 3, deadline=soon) == {"failed": "its process ended with exit code 3"}
     start = time.monotonic()
     assert bench.apart(time.sleep, 60, deadline=start + 1) == {"failed": "no time left"}
+    assert time.monotonic() - start < 50
+
+
+@pytest.mark.parametrize("call", [
+    "sizes.apart(exec, told, deadline=time.monotonic() + 99)", "memory.in_fresh_process(exec, told)",
+])
+def test_what_measures_ends_with_the_command(call):
+    """Killed by a signal that leaves the command no time for anything."""
+    script = f"""
+import time
+from scripts.bench import memory, sizes
+told = "import os, time; print(os.getpid(), flush=True); time.sleep(99)"
+if __name__ == "__main__":
+    {call}
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        assert int(parent.stdout.readline()) != parent.pid
+        start = time.monotonic()
+        parent.kill()
+        assert parent.stdout.read() == ""  # which ends when the last process that has it open does
     assert time.monotonic() - start < 50
 
 

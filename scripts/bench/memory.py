@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 # glibc keeps freed blocks that are smaller than a threshold which grows as it goes: what a step has freed would count as well.
@@ -25,7 +26,7 @@ def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
             context = multiprocessing.get_context(method)
             if method == "forkserver":
                 context.set_forkserver_preload(["train", "torch._dynamo"])  # the first optimizer would load it, for seconds
-            with ProcessPoolExecutor(1, mp_context=context) as pool:
+            with ProcessPoolExecutor(1, mp_context=context, initializer=end_with_parent) as pool:
                 if pool.submit(_gives_memory_back).result():
                     return pool.submit(function, *arguments).result()
         raise RuntimeError(f"no process has {MALLOC} in its environment")
@@ -35,6 +36,16 @@ def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
                 del os.environ[key]
             else:
                 os.environ[key] = value
+
+
+def end_with_parent() -> None:
+    """For a process of multiprocessing, before its work: when its parent is killed it ends too, or it would go on, or wait,
+    unseen. A fork server is no help: it ends after its children do."""
+    def watch() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    Thread(target=watch, daemon=True).start()
 
 
 def _gives_memory_back() -> bool:

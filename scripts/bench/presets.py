@@ -42,6 +42,7 @@ from model import GPT
 from presets import PRESETS
 from scripts.bench import common
 from scripts.bench.common import quartiles, quotient, shown
+from scripts.bench.memory import end_with_parent
 from scripts.bench.step import Arm, allow_compilations, brief, measure_group
 from scripts.compare import markdown
 from tests import reference
@@ -145,7 +146,8 @@ def relative_error(found: Tensor, wanted: Tensor, least: float = 0.0) -> float:
 def check_all(arms: dict[str, Config], device: torch.device, deadline: float) -> dict[str, dict[str, float] | str]:
     """By label what check() found, or what went wrong. Those not begun at `deadline` (time.monotonic) are left out."""
     found: dict[str, dict[str, float] | str] = {}
-    with ProcessPoolExecutor(CHECKERS if device.type == "cuda" else 1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    checkers, context = CHECKERS if device.type == "cuda" else 1, multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(checkers, mp_context=context, initializer=end_with_parent) as pool:
         futures = {pool.submit(check, config): label for label, config in arms.items()}
         left = set(futures)
         with tqdm(total=len(futures), desc="checks", disable=None) as bar:

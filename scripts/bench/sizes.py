@@ -40,6 +40,7 @@ from command_line import InputError, make_output_folder
 from configurator import Config, as_dict, load
 from model import GPT
 from scripts.bench import common, loss, step, xsa
+from scripts.bench.memory import end_with_parent
 from scripts.bench.step import Arm, brief, flops_per_token, matrix_product_speed, measure_group
 from scripts.compare import markdown
 from scripts.plan import rehearse
@@ -141,6 +142,7 @@ def apart(function: Callable[..., Any], *arguments: Any, deadline: float) -> Any
 
 
 def _send(sender: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    end_with_parent()
     try:
         found = function(*arguments)
     except Exception as error:
