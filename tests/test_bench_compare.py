@@ -42,7 +42,10 @@ def test_command(tmp_path, capsys):
 
 @pytest.mark.parametrize("text, said", [
     (None, "cannot be read"), ("{", "cannot be read"), ("[1]", "not what a benchmark"), ("{}", "not what a benchmark"),
-    ('{"config": {}}', "no figure in common"), ("[" * 100_000, "cannot be read"),
+    ('{"config": {}}', "no figure in common"), ('{"config": {}, "a_quartiles": "x"}', "no figure in common"),
+    ('{"config": {}, "a_quartiles": [null, 1, 2]}', "no number"), ('{"config": {}, "a_quartiles": ["x", 1, 2]}', "no number"),
+    ('{"config": {}, "a": 1' + 400 * "0" + "}", "no number"), ('{"config": {}, "arms": [1, {}, null]}', "no figure in common"),
+ ("[" * 100_000, "cannot be read"),
 ])
 def test_bad_files_exit_2(text, said, tmp_path, capsys):
     good, bad = tmp_path / "good.json", tmp_path / "bad.json"

@@ -29,6 +29,10 @@ def read(path: Path) -> dict[str, Any]:
         raise InputError(f"{path} cannot be read as a benchmark's --json: {error}") from None
     if not isinstance(record, dict) or not isinstance(record.get("config"), dict):
         raise InputError(f"{path} is not what a benchmark's --json writes: wanted an object with config")
+    try:
+        figures(record)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise InputError(f"{path} is not what a benchmark's --json writes: a figure is no number ({error})") from None
     return record
 
 
