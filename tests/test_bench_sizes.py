@@ -131,7 +131,7 @@ def test_half_of_the_micro_batch_where_memory_runs_out_and_what_fails_is_named(w
     assert [row[3] for row in rows] == ["sa", "xsa", "gsxa"] * 4 and rows[1][8] == "1.010 (1.010 - 1.010)"
 
 
-def test_what_there_is_no_time_for_is_named_and_what_is_done_is_kept(work, tmp_path, monkeypatch):
+def test_what_there_is_no_time_for_is_named_and_what_is_done_is_kept(work, tmp_path, monkeypatch, capsys):
     made, _ = work(fits=99)
     monkeypatch.setattr(made, "deadline", time.monotonic() + made.seconds("1.4B") + 1)
     original, written = bench.Measurement.write, []
@@ -142,6 +142,9 @@ def test_what_there_is_no_time_for_is_named_and_what_is_done_is_kept(work, tmp_p
     assert list(record["sizes"]) == list(bench.SIZES)
     assert record["failed"] == dict.fromkeys(["XSA's pass", "the loss"], "no time left")  # which would take longer
     assert "not measured: the loss: no time left" in written[-1]
+    told = [line.partition(", ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert told == ["1.4B: measured", "XSA's pass: no time left", "the loss: no time left", "0.7B: measured", "2.7B: measured",
+                    "1.4B long: measured"]
 
 
 @pytest.mark.slow  # the command with its processes
@@ -149,7 +152,8 @@ def test_gpu_check_of_speed_on_cpu(tmp_path):
     out = tmp_path / "out"
     result = gpu_check("--cpu", "--speed", f"--out={out}")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "1.4B long, 2 layers, width 64, T 256" in result.stdout and "at most 8.5" in result.stdout
+    assert "1.4B long, 2 layers, width 64, T 256" in result.stdout and "at most 8.5\n" in result.stdout
+    assert "\nthe loss: measured, " in result.stdout
     assert (out / "results.md").read_text().strip() in result.stdout
     record = json.loads((out / "sizes.json").read_text())
     assert not record["failed"] and not record["waiting"] and list(record["sizes"]) == list(bench.SIZES)

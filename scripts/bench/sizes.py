@@ -233,6 +233,17 @@ class Measurement:
                 (self.measure_size if part in self.configs else self.measure_part)(part)
             self.done.add(part)
             self.write()
+            self.tell(f"{part}: {self.outcome(part)}")
+
+    def outcome(self, part: str) -> str:
+        """In a word or two."""
+        reasons = [reason for name, reason in self.failed.items() if name == part or name.startswith(f"{part}, ")]
+        return "; ".join(dict.fromkeys(reasons)) or "measured"
+
+    def tell(self, done: str) -> None:
+        """A line at once, also where there is no progress bar."""
+        with tqdm.external_write_mode():
+            print(f"{done}, {time.monotonic() - self.start:.0f} s so far", flush=True)
 
     def compile(self) -> None:
         """All arms' code, side by side. What fails or takes too long here is compiled, and fails, where it is measured."""
@@ -250,6 +261,7 @@ class Measurement:
         told = ("attention", "n_embd", "block_size", "micro_batch_size")
         self.record["compiling"] = {"seconds": time.monotonic() - start, "arms": [
             {key: getattr(arm, key) for key in told} | result for arm, result in zip(self.to_compile, found, strict=True)]}
+        self.tell(f"compiling: {len(found)} arms")
 
     def measure_size(self, name: str) -> None:
         """Every group of a size; again with half of the micro-batch where memory runs out."""
@@ -372,7 +384,8 @@ def main(argv: list[str]) -> int:
             shape = (f", {config.n_layer} layers, width {config.n_embd}, T {config.block_size}, micro-batch "
                      f"{batches or 'none fits'}")
         print(f"  {part}{shape}: about {work.seconds(part, own.rounds):.0f} s")
-    print(f"about {total / 60:.1f} minutes, compiling included; at most {own.minutes:g}", flush=True)
+    less = "" if total <= 60 * own.minutes else ": there will be fewer rounds, or the last parts are left out"
+    print(f"about {total / 60:.1f} minutes, compiling included; at most {own.minutes:g}{less}", flush=True)
     work.run()
     print(work.text())
     return int(any(reason not in (NO_TIME, NO_ROOM) for reason in work.failed.values()))
