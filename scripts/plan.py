@@ -10,7 +10,8 @@ The command line is train.py's (python train.py --help): config files, then --ke
     --mfu=X        share of the peak that the run is taken to reach (default 0.4)
     --calibrate=PATH   take speed and memory from what was measured once, at any other shape: the folder of a run of train.py, or
                    a file that --measure --json wrote; in place of --mfu
-    --measure      also make three real steps on this machine (`device`) and put their peak memory beside the prediction
+    --measure      also make three real steps on this machine (`device`) and put their peak memory beside the prediction, which is
+                   too small for a CPU with dropout: attention is not fused there and keeps its probabilities
     --json=FILE    also write every number
 
 The memory is that of a real training step of model.py, rehearsed on tensors that have shapes and no data
@@ -317,7 +318,7 @@ def measure(config: Config) -> dict[str, Any]:
     return {
         "device": str(device), "dtype": config.dtype, "peak_bytes": peak_bytes, "predicted_bytes": memory.total,
         "predicted": asdict(memory), "micro_step_s": seconds, "tokens_per_s": tokens / seconds,
-        "mfu": flops_per_s / peak if peak else None,
+        "mfu": flops_per_s / peak if peak else None, "unfused": device.type == "cpu" and config.dropout > 0,
     }
 
 
@@ -447,6 +448,8 @@ def render_measured(m: dict[str, Any]) -> str:
         f"{'measured':>13}  on {m['device']}, {m['dtype']}: a step's peak is {m['peak_bytes'] / 1e9:.3f} GB, "
         f"predicted {m['predicted_bytes'] / 1e9:.3f} GB ({shown(quotient(m['predicted_bytes'], m['peak_bytes']), '.2f')} of it)",
         f"{'':>13}  {m['micro_step_s'] * 1e3:,.0f} ms a micro-step, {m['tokens_per_s']:,.0f} tokens/s{mfu}",
+        *([f"{'':>13}  with dropout a CPU's attention is not fused: its probabilities are not in the prediction, a GPU's"]
+          if m["unfused"] else []),
     ])
 
 

@@ -170,7 +170,15 @@ def test_calibration_carries_to_another_shape(tmp_path, capsys):
     text = capsys.readouterr().out
     assert "calibration" in text and "(measured; bf16)" in text
     assert plan.main([*shape, "--n_layer=2", "--measure", f"--calibrate={out}"]) == 0
-    assert "by calibration" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "by calibration" in text and "not fused" not in text
+
+
+@pytest.mark.parametrize("unfused", [False, True])
+def test_a_cpu_with_dropout_is_said_to_need_more(unfused):
+    measured = {"device": "cpu", "dtype": "float32", "peak_bytes": 3, "predicted_bytes": 2, "micro_step_s": 1.0,
+                "tokens_per_s": 8.0, "mfu": None, "unfused": unfused}
+    assert ("with dropout a CPU's attention is not fused" in plan.render_measured(measured)) == unfused
 
 
 def test_memory_that_was_measured_decides_what_fits():
