@@ -13,7 +13,7 @@ gradient as any block's but the first. Flags of its own:
     --rounds=N       timed rounds (default 10); in each every arm makes one step, in an order that changes from round to round
     --minutes=X      a size that, by estimate, would pass this limit is left out; the smallest come first (default 5)
     --out=DIR        where block.json, with every measurement, versions and hardware, and block.png go (default runs/block)
-    --json=FILE      another place for block.json; an earlier one is replaced when all is measured
+    --json=FILE      another place for block.json, of which --out then has none; an earlier one is replaced when all is measured
 
 Without a config file: on a GPU the block of the paper's 1.4B model (width 2048, 24 heads of 128), 32 sequences, T 512 to 16384,
 width 1024 to 4096 at T 2048 with 1.5 heads per 128 channels as there (the paper gives batch and precision, the rest only in

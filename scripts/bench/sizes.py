@@ -9,7 +9,7 @@ its shape; 0.7B; 2.7B; 1.4B at T 8192. --key=value goes to all of them. Flags of
     --rounds=N       timed rounds (default 10), fewer where the time would not do; in each every arm makes one step
     --minutes=X      be done after so many (default 8.5): parts that cannot be are left out and named, one that hangs is ended
     --out=DIR        where sizes.json and results.md go, written anew after every part (default runs/sizes)
-    --json=FILE      another place for sizes.json
+    --json=FILE      another place for sizes.json, of which --out then has none
 
 A step is train.py's optimizer step on 65,536 tokens, what one of 8 GPUs has of the paper's batch. The micro-batch is the largest
 whose memory, by plan.py's account and what torch.compile keeps beyond it, is there beside the arms' weights and AdamW states.
