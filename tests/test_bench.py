@@ -268,6 +268,15 @@ def test_bad_arguments_exit_2_before_any_work(argv, said, capsys):
     assert out == "" and err.startswith("error: ") and len(err.splitlines()) == 1 and said in err
 
 
+def test_help_that_nobody_reads():
+    read, write = os.pipe()
+    os.close(read)
+    for argument in ([], ["compare"]):
+        command_line = [sys.executable, "-m", "scripts.bench", *argument, "--help"]
+        assert subprocess.run(command_line, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True).stderr == ""
+    os.close(write)
+
+
 def test_help(capsys):
     assert command.main(["step", "--help"]) == 0
     assert "--rounds=N" in capsys.readouterr().out

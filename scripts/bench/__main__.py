@@ -19,6 +19,7 @@
 """
 
 import importlib
+import signal
 import sys
 
 from command_line import InputError
@@ -42,4 +43,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    if "--help" in sys.argv or "-h" in sys.argv:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
     sys.exit(main(sys.argv[1:]))
