@@ -15,6 +15,7 @@ import re
 import stat
 import sys
 import threading
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -76,13 +77,15 @@ def _is_regular(path: Path) -> bool:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def save(out_dir: str | Path, state: dict[str, Any], keep: int, milestone_interval: int = 0) -> Path:
-    """Saves `state` and removes older checkpoints but the newest `keep` and the milestones. Raises OSError where the disk
-    refuses; what was there before is then still there."""
+def save(
+    out_dir: str | Path, state: dict[str, Any], keep: int, milestone_interval: int = 0, hurry: threading.Event | None = None
+) -> Path:
+    """Saves `state` and removes older checkpoints but the newest `keep` and the milestones. Until `hurry` is set it leaves the
+    processor to others most of the time. Raises OSError where the disk refuses; what was there before is then still there."""
     if missing := KEYS.keys() ^ state.keys():
         raise ValueError(f"a checkpoint holds exactly {sorted(KEYS)}; differs in {sorted(missing)}")
     path = path_of(out_dir, state["step"])
-    write_aside(path, lambda file: torch.save(state, file))
+    write_aside(path, lambda file: torch.save(state, Unhurried(file, hurry) if hurry else file))
     write_aside(path.with_name(_MARKER), path.name + "\n")
     old = [p for p in list_checkpoints(out_dir) if step_of(p) <= state["step"]][:-keep]
     for p in old:
@@ -91,12 +94,35 @@ def save(out_dir: str | Path, state: dict[str, Any], keep: int, milestone_interv
     return path
 
 
+class Unhurried:
+    """A file to write to that sleeps `_REST` times as long as the thread has computed, checksums included, until `hurry` is set.
+    A low priority alone is not enough: threads that train wait for each other all the time, and a core that one has left for a
+    moment comes back only after the writer's slice."""
+
+    _REST = 12
+    _PIECE = 1 << 20  # bytes
+
+    def __init__(self, file: BinaryIO, hurry: threading.Event) -> None:
+        self._file, self._hurry, self._rested = file, hurry, time.thread_time()
+
+    def write(self, data: bytes | memoryview) -> int:
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), self._PIECE):
+            self._file.write(view[start : start + self._PIECE])
+            self._hurry.wait(self._REST * (time.thread_time() - self._rested))
+            self._rested = time.thread_time()
+        return len(view)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
 class Writer:
     """Saves in a thread, one state at a time, while training goes on.
 
     A thread and not a process: torch.save computes checksums and writes without the interpreter's lock, and a process would
-    need the state once more. Where training keeps every core busy the thread, at a low priority, takes about a tenth of one, and
-    steps hardly notice; where cores are idle it is as fast as any.
+    need the state once more. Where a CPU trains, `hurry` is clear until someone waits for the thread: it takes a tenth of a core.
+    Beside a GPU, where cores are idle, it is as fast as any.
 
     The state is copied to memory of the host that is kept for the next time: pinned, where it comes from a GPU, for which torch
     takes the next power of two of a tensor's size."""
@@ -105,6 +131,7 @@ class Writer:
         self._copy: dict[str, Any] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self.hurry = threading.Event()
 
     def start(self, state: dict[str, Any], write: Callable[[dict[str, Any]], object]) -> None:
         """Copies `state` and lets a thread call `write` with the copy. Waits for the state before, and raises its error.
@@ -113,6 +140,8 @@ class Writer:
         self._copy = _host_copy(state, self._copy)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
+        else:
+            self.hurry.clear()
         self._thread = threading.Thread(target=self._run, args=(write,), name="checkpoint")
         self._thread.start()
 
@@ -136,6 +165,7 @@ class Writer:
 
     def wait(self) -> None:
         """Until nothing is being written. Raises what writing has raised, once."""
+        self.hurry.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -518,7 +518,7 @@ class Run:
     def _write(self, state: dict[str, Any]) -> None:
         self.tracker.sync()
         keep = sys.maxsize if state["bad_steps_in_row"] else self.config.keep_checkpoints  # the last good one stays
-        checkpoint.save(self.config.out_dir, state, keep, self.config.milestone_interval)
+        checkpoint.save(self.config.out_dir, state, keep, self.config.milestone_interval, self.writer.hurry)
 
     def _end_writing(self) -> None:
         """Waits for a checkpoint that is being written when the run fails; the run's own error stays its last word."""

@@ -7,6 +7,7 @@ import random
 import socket
 import sys
 import threading
+import time
 import zipfile
 from pathlib import Path
 
@@ -663,3 +664,48 @@ def test_writer_gives_way_and_nothing_else_does():
     writer.start({}, lambda state: found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
     writer.wait()
     assert found == [max(10, before)] and os.getpriority(os.PRIO_PROCESS, 0) == before
+
+
+class Naps(threading.Event):
+    """Notes for how long it would have waited."""
+
+    def __init__(self):
+        super().__init__()
+        self.seconds = []
+
+    def wait(self, timeout=None):
+        self.seconds.append(timeout)
+        return self.is_set()
+
+
+def test_an_unhurried_file_rests_in_proportion_and_writes_the_same_bytes(tmp_path):
+    state = {"a": torch.arange(700_000, dtype=torch.float32), "b": torch.ones(3, 5, dtype=torch.bfloat16)}
+    torch.save(state, tmp_path / "plain")
+    naps, begin = Naps(), time.thread_time()
+    with open(tmp_path / "unhurried", "wb") as file:
+        torch.save(state, checkpoint.Unhurried(file, naps))
+    spent = time.thread_time() - begin
+    loaded = torch.load(tmp_path / "unhurried", weights_only=True)
+    assert all(torch.equal(loaded[key], state[key]) and loaded[key].dtype == state[key].dtype for key in state)
+    assert (tmp_path / "unhurried").stat().st_size == pytest.approx((tmp_path / "plain").stat().st_size, abs=2000)
+    assert len(naps.seconds) > 2 and 0 < sum(naps.seconds) <= 12 * spent
+
+
+def test_who_waits_for_the_writer_ends_its_rests(monkeypatch):
+    writer, begun, seen = checkpoint.Writer(), threading.Event(), []
+
+    def write(state: dict) -> None:
+        seen.append(writer.hurry.is_set())
+        begun.set()
+        seen.append(writer.hurry.wait(30))
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    writer.start({}, write)
+    assert begun.wait(30)
+    writer.wait()
+    assert seen == [False, True]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    writer.start({}, write)  # beside a GPU there are cores enough
+    writer.wait()
+    assert seen[2:] == [True, True]

@@ -60,7 +60,7 @@ class Saver:
 
     def _write(self, state: dict[str, Any]) -> None:
         begin = time.perf_counter()
-        checkpoint.save(self.folder, state, keep=1)
+        checkpoint.save(self.folder, state, keep=1, hurry=self.writer.hurry)
         self.write_s = time.perf_counter() - begin
 
     def size(self) -> int:
