@@ -104,7 +104,7 @@ class Injector:
                 file.write(whole.getvalue()[: len(whole.getvalue()) // 2])
                 file.flush()
                 self.act()
-                file.seek(0)
+                (file._file if isinstance(file, checkpoint.Unhurried) else file).seek(0)
             save(state, file)
 
         def half_appended(file: Any, line: str) -> None:
